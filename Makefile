@@ -1,0 +1,50 @@
+# Five commands: run, test, test-full, format, clean. Each builds the environment it needs.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+SHELL := /bin/sh
+.DELETE_ON_ERROR:
+
+.PHONY: help run test test-full lint format bench clean
+
+help:
+	@echo "make run        train a residual network on handwritten digits, two workers, global batch 512"
+	@echo "make test       lint, types and the fast tests"
+	@echo "make test-full  everything, GPU tests where there is a GPU"
+	@echo "make bench      measure the step and the gradient reduction; writes benchmarks/results/"
+	@echo "make format     put the code into its house style"
+	@echo "make clean      remove the environment and what the commands wrote"
+
+run: $(VENV)/.ready
+	$(BIN)/fleetx train
+
+test: lint
+	$(BIN)/pytest -n 2
+
+test-full: lint
+	$(BIN)/pytest -n 2 -m "not gpu"
+	$(BIN)/pytest -m gpu
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check
+
+bench: $(VENV)/.ready
+	$(BIN)/fleetx bench step
+	$(BIN)/fleetx bench reduce
+
+format: $(VENV)/.ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) runs log dist build .pytest_cache .ruff_cache .hypothesis
+
+# The stamp is written last, so an interrupted install is done again.
+$(VENV)/.ready: pyproject.toml requirements/run.txt requirements/dev.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"FleetX needs Python 3.11 or newer, this is {v[0]}.{v[1]}: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --requirement requirements/dev.txt
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
