@@ -1,0 +1,149 @@
+"""Runs a model, or parts of it, in low precision.
+
+Hooks on modules open and close a precision region around their forward; the model itself is not rewritten.
+"""
+
+import difflib
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fleetx.slicing import map_tensors
+from fleetx.strategy import AmpConfigs
+from fleetx.window import LOW_PRECISION
+
+_CASTABLE = (torch.float32, *LOW_PRECISION)
+
+
+class _Region:
+    """What happens around one module's forward: casts at its borders, autocast and cast weights inside."""
+
+    def __init__(
+        self,
+        *,
+        autocast: torch.dtype | None,
+        inputs: torch.dtype | None = None,
+        outputs: torch.dtype | None = None,
+        weights: torch.dtype | None = None,
+        weights_kept: Sequence[nn.Module] = (),
+    ) -> None:
+        self.autocast = autocast
+        self.inputs = inputs
+        self.outputs = outputs
+        self.weights = weights
+        self.weights_kept = list(weights_kept)
+        # A module may be entered again while it runs.
+        self._open: list[tuple[torch.autocast, list[tuple[nn.Module, str, nn.Parameter]]]] = []
+
+    def install(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True)
+        module.register_forward_hook(self.leave, with_kwargs=True, always_call=True)
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if self.inputs is not None:
+            args, kwargs = _cast(args, self.inputs), _cast(kwargs, self.inputs)
+        region = torch.autocast(
+            _device_type(module), dtype=self.autocast or torch.bfloat16, enabled=self.autocast is not None
+        )
+        region.__enter__()
+        self._open.append((region, self._lower_weights(module)))
+        return args, kwargs
+
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        if not self._open:  # entering failed: there is nothing to undo
+            return output
+        region, originals = self._open.pop()
+        for owner, name, parameter in originals:
+            owner._parameters[name] = parameter
+        region.__exit__(None, None, None)
+        return output if self.outputs is None else _cast(output, self.outputs)
+
+    def _lower_weights(self, module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+        if self.weights is None:
+            return []
+        kept = {id(inner) for outer in self.weights_kept for inner in outer.modules()}
+        originals = []
+        for owner in module.modules():
+            for name, parameter in owner._parameters.items():
+                if parameter is not None and parameter.dtype == torch.float32 and id(owner) not in kept:
+                    originals.append((owner, name, parameter))
+                    owner._parameters[name] = parameter.to(self.weights)  # type: ignore[assignment]
+        return originals
+
+
+def low_dtype(configs: AmpConfigs) -> torch.dtype:
+    """The low precision that the settings ask for; a pure mode decides by its name."""
+    if configs.use_pure_bf16:
+        return torch.bfloat16
+    if configs.use_pure_fp16:
+        return torch.float16
+    return getattr(torch, configs.dtype)
+
+
+def apply_precision(model: nn.Module, configs: AmpConfigs) -> None:
+    """Make `model(...)` run in low precision and give fp32 results, so that losses are computed in fp32."""
+    low = low_dtype(configs)
+    raised = _named_modules(model, configs.custom_black_list, "custom_black_list")
+    lowered = _named_modules(model, configs.custom_white_list, "custom_white_list")
+    if configs.use_pure_fp16 or configs.use_pure_bf16:
+        _lower_parameters(model, low, kept=raised, forced=lowered)
+        _Region(autocast=None, inputs=low, outputs=torch.float32).install(model)
+        for module in raised:
+            _Region(autocast=None, inputs=torch.float32, outputs=low).install(module)
+        return
+    _Region(autocast=low, outputs=torch.float32).install(model)
+    for module in raised:
+        _Region(autocast=None, inputs=torch.float32).install(module)
+    for module in lowered:
+        _Region(autocast=None, inputs=low, weights=low, weights_kept=raised).install(module)
+
+
+def _lower_parameters(
+    model: nn.Module, low: torch.dtype, kept: list[nn.Module], forced: list[nn.Module]
+) -> None:
+    """Cast weights in place, so that optimizers made before keep pointing at them.
+
+    BatchNorm stays in fp32: its kernels take low-precision inputs, and its running statistics would stall.
+    """
+    whole = {id(inner) for outer in kept for inner in outer.modules()}
+    low_norms = {id(inner) for outer in forced for inner in outer.modules()}
+    for module in model.modules():
+        if id(module) in whole or (isinstance(module, _BatchNorm) and id(module) not in low_norms):
+            continue
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        for tensor in tensors:
+            if tensor.dtype == torch.float32:
+                tensor.data = tensor.data.to(low)
+
+
+def _named_modules(model: nn.Module, patterns: Sequence[str], setting: str) -> list[nn.Module]:
+    modules = dict(model.named_modules())
+    found: dict[int, nn.Module] = {}
+    for pattern in patterns:
+        matched = [module for name, module in modules.items() if name and fnmatchcase(name, pattern)]
+        if not matched:
+            near = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.4)
+            raise ValueError(
+                f"{setting} names modules, and no module of the model is called {pattern!r}"
+                + (f" (near: {', '.join(near)})" if near else "")
+                + ". Names of operators cannot be listed: torch's autocast has no public lists of operators. "
+                "Name the modules that use them; globs such as 'encoder.*.norm' are allowed."
+            )
+        found |= {id(module): module for module in matched}
+    return list(found.values())
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    def convert(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.dtype in _CASTABLE else tensor
+
+    return map_tensors(values, convert)
+
+
+def _device_type(module: nn.Module) -> str:
+    parameter = next(module.parameters(), None)
+    return parameter.device.type if parameter is not None else "cpu"

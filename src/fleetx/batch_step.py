@@ -1,0 +1,192 @@
+"""`Step`: the door for people who think in whole batches."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fleetx import slicing
+from fleetx.fleet.model import distributed_model, is_prepared
+from fleetx.fleet.optimizer import DistributedOptimizer, distributed_optimizer
+from fleetx.outcome import HostValue, Outcome
+from fleetx.shares import Counts, Shares
+from fleetx.slicing import Batch
+from fleetx.strategy import DistributedStrategy
+from fleetx.step import NO_GRADIENT
+from fleetx.window import Number
+
+SAMPLES = "samples"
+
+
+class Step:
+    """One call, one update: cuts a batch into micro-batches, merges them and updates the weights.
+
+    `batch` is `(inputs, target)` and the loss `loss_fn(model(inputs), target)`; a tuple or dict of inputs is
+    spread over the model's arguments. Without `loss_fn` the whole batch goes to the model, which returns its loss
+    (or something with `.loss`, or a dict of losses). Anything else: `compute(model, micro_batch)`.
+
+    `items(micro_batch)` tells how many items the loss averages over, where that is not the number of samples:
+    a count, or for a dict of losses a dict of counts. Counts are summed over the whole window and all workers
+    first, so that the update is the big batch's however tokens are spread.
+
+    >>> model = nn.Linear(4, 2)
+    >>> strategy = DistributedStrategy(gradient_merge=True, gradient_merge_configs={"k_steps": 4})
+    >>> step = Step(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.cross_entropy, strategy)
+    >>> out = step((torch.randn(64, 4), torch.randint(0, 2, (64,))))
+    >>> out.updated, out.samples
+    (True, 64)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss_fn: Callable[[Any, Any], Any] | None = None,
+        strategy: DistributedStrategy | None = None,
+        *,
+        compute: Callable[[nn.Module, Batch], Any] | None = None,
+        items: Callable[[Batch], Number | Counts] | None = None,
+        scheduler: Any | None = None,
+        **options: Any,
+    ) -> None:
+        if loss_fn is not None and compute is not None:
+            raise ValueError("give loss_fn or compute, not both: compute(model, batch) returns the loss itself.")
+        if items is not None and not callable(items):
+            raise TypeError(
+                f"items must be a function of a micro-batch, not {items!r}: for example "
+                "items=lambda batch: (batch[1] != -100).sum()"
+            )
+        if not is_prepared(model):
+            model = distributed_model(model, strategy)
+        if not isinstance(optimizer, DistributedOptimizer):
+            optimizer = distributed_optimizer(optimizer, strategy, scheduler=scheduler, **options)
+        elif scheduler is not None or options:
+            given = ", ".join([*(["scheduler"] if scheduler is not None else []), *options])
+            raise ValueError(f"the optimizer is distributed already: give {given} to fleet.distributed_optimizer.")
+        if strategy is not None and strategy != optimizer.strategy:
+            raise ValueError(
+                "Step was given another strategy than the optimizer. Leave it out here, or give both the same one."
+            )
+        self.model = model
+        self.optimizer = optimizer
+        self.strategy = optimizer.strategy
+        self._loss_fn = loss_fn
+        self._compute = compute
+        self._items = items
+        self._engine = optimizer.engine
+        self._is_first = True
+        if items is not None and not self._engine.average:
+            raise ValueError(
+                "items weighs micro-batches by what they average over, gradient_merge_configs.avg=False adds them up: "
+                "only one of the two is possible. Set avg=True."
+            )
+
+    def __call__(self, batch: Batch) -> Outcome:
+        """Train on one batch: exactly one update, or one that is skipped and says so."""
+        self._require_empty_window()
+        micro_batches = self._cut(batch)
+        device = self._engine.updater.device
+        shares = Shares([self._count(micro) for micro in micro_batches], device)
+        names: tuple[str, ...] = ()
+        try:
+            for index, micro in enumerate(micro_batches):
+                moved = slicing.map_tensors(micro, lambda tensor: tensor.to(device, non_blocking=True))
+                losses = self._losses(moved)
+                names = tuple(losses)
+                weighted = [self._weigh(shares, index, name, loss) for name, loss in losses.items()]
+                self._engine.merge(weighted, weight=1, ends=index == len(micro_batches) - 1)
+        except BaseException:
+            self._engine.window.discard()
+            raise
+        return self._engine.close(names, HostValue(shares.total(SAMPLES)))
+
+    def _cut(self, batch: Batch) -> list[Batch]:
+        k_steps, size = self._engine.k_steps, slicing.batch_size(batch)
+        if self._is_first and size < k_steps:
+            raise ValueError(
+                f"gradient_merge_configs.k_steps is {k_steps}, but the first batch has only {size} samples: "
+                f"it cannot be cut into {k_steps} micro-batches. Lower k_steps or raise the batch size. "
+                "(Only a later, shorter batch may have fewer.)"
+            )
+        self._is_first = False
+        return slicing.split(batch, k_steps)
+
+    def _count(self, micro: Batch) -> Counts:
+        counts: dict[str, Number] = {SAMPLES: slicing.batch_size(micro)}
+        if self._items is None:
+            return counts
+        items = self._items(micro)
+        named = items if isinstance(items, Mapping) else {"loss": items}
+        return counts | {_items_of(name): _as_count(name, value) for name, value in named.items()}
+
+    def _losses(self, micro: Batch) -> dict[str, Tensor]:
+        if self._compute is not None:
+            result = self._compute(self.model, micro)
+        elif self._loss_fn is None:
+            result = _call(self.model, micro)
+        else:
+            if not isinstance(micro, tuple | list) or len(micro) != 2:
+                raise TypeError(
+                    f"with loss_fn a batch is (inputs, target), not a {type(micro).__name__}"
+                    + (f" of {len(micro)}" if isinstance(micro, tuple | list) else "")
+                    + ". Use compute=lambda model, batch: ... for any other shape."
+                )
+            inputs, target = micro
+            result = self._loss_fn(_call(self.model, inputs), target)
+        return _named_losses(result)
+
+    def _weigh(self, shares: Shares, index: int, name: str, loss: Tensor) -> Tensor:
+        if not self._engine.average:
+            return loss
+        return shares.weigh(loss, index, SAMPLES if self._items is None else _items_of(name))
+
+    def _require_empty_window(self) -> None:
+        if self._engine.window.held:
+            raise RuntimeError(
+                f"the window already holds {self._engine.window.held} micro-batches from optimizer.minimize(): "
+                "call optimizer.flush() before Step."
+            )
+
+
+def _call(model: nn.Module, inputs: Batch) -> Any:
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+
+
+def _items_of(name: str) -> str:
+    return f"items of {name!r}"
+
+
+def _named_losses(result: Any) -> dict[str, Tensor]:
+    if not isinstance(result, Tensor) and isinstance(getattr(result, "loss", None), Tensor):
+        result = result.loss
+    losses = dict(result) if isinstance(result, Mapping) else {"loss": result}
+    if not losses:
+        raise ValueError("the step got an empty dict of losses: return at least one.")
+    for name, loss in losses.items():
+        if not isinstance(loss, Tensor):
+            raise TypeError(
+                f"{name!r} must be a tensor with one number, not a {type(loss).__name__}. A step differentiates a "
+                "scalar loss, or a dict of scalar losses."
+            )
+        if loss.numel() != 1:
+            raise ValueError(
+                f"{name!r} has shape {tuple(loss.shape)}: a loss is one number. Take its mean() (the default "
+                "averages micro-batches), or its sum() with gradient_merge_configs.avg=False."
+            )
+    if not any(loss.requires_grad for loss in losses.values()):
+        raise ValueError(NO_GRADIENT)
+    return {name: loss.reshape(()) for name, loss in losses.items()}
+
+
+def _as_count(name: str, value: Number) -> Number:
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"items of {name!r} must be one number, not a tensor of shape {tuple(value.shape)}.")
+        return value.reshape(()) if value.is_cuda else value.item()
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        raise ValueError(f"items of {name!r} must be a number of at least 0, not {value!r}.")
+    return value

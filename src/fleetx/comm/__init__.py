@@ -1,0 +1,1 @@
+"""Gradients between workers, on torch.distributed."""

@@ -1,0 +1,238 @@
+"""Sums gradients over the workers while the last backward of a window still runs.
+
+Gradients are copied into fixed buckets as autograd finishes them, and a full bucket leaves at once. Beside the
+gradients the last bucket carries a few numbers (loss, weights) and one flag per parameter, so that a window
+costs no further message: a parameter that no worker used keeps `grad = None`, exactly as in a plain run.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fleetx.comm.buckets import MIB, lay_out
+
+
+@dataclass(frozen=True)
+class ReducerSettings:
+    """How gradients travel, as the strategy says it."""
+
+    bucket_mib: float = 32
+    last_bucket_mib: float = 1.0
+    fuse: bool = True
+    wire_dtype: torch.dtype | None = None
+
+
+@dataclass
+class _Bucket:
+    """One message: the gradients of some parameters side by side, in the last bucket followed by a tail."""
+
+    indices: list[int]
+    buffer: Tensor
+    payload: Tensor
+    missing: set[int] = field(default_factory=set)
+    wire: Tensor | None = None
+    work: dist.Work | None = None
+
+
+class Reducer:
+    """Sums the gradients of `parameters`, and `extras` numbers beside them, over all workers."""
+
+    def __init__(self, parameters: Sequence[Tensor], extras: int, settings: ReducerSettings) -> None:
+        self.parameters = list(parameters)
+        self.extras = extras
+        self.settings = settings
+        self.messages = 0
+        self._views: list[Tensor] = [torch.empty(0)] * len(self.parameters)
+        self._buckets = self._build()
+        self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.indices}
+        self._tail = self._buckets[-1].buffer[self._buckets[-1].payload.numel() :]
+        self._next = 0
+        self._prescale: float | Tensor = 1.0
+
+    @property
+    def payloads(self) -> list[Tensor]:
+        """The memory that holds all reduced gradients, a tensor for each bucket."""
+        return [bucket.payload for bucket in self._buckets if bucket.indices]
+
+    @property
+    def bucket_count(self) -> int:
+        """How many messages one window takes."""
+        return len(self._buckets)
+
+    @contextmanager
+    def overlapping(self, extras: Sequence[Tensor | float], prescale: float | Tensor = 1.0) -> Iterator[None]:
+        """Around the backward that ends a window: each bucket leaves as soon as it is complete.
+
+        The hooks live only here, so any other backward, of ours or of the user's, is left alone.
+        """
+        self._open(extras, prescale)
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(self._arrival(index))
+            for index, parameter in enumerate(self.parameters)
+        ]
+        try:
+            yield
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def finish(self) -> list[Tensor]:
+        """Send what has not left yet, wait for all of it, and hand each parameter its sum; gives the extras."""
+        for bucket in self._buckets[self._next :]:
+            for index in sorted(bucket.missing):
+                self._collect(index)
+            self._send(bucket)
+        self._next = len(self._buckets)
+        for bucket in self._buckets:
+            self._receive(bucket)
+        self._hand_out()
+        return list(self._tail[: self.extras].unbind())
+
+    def adopt(self) -> None:
+        """Move gradients into the buckets between micro-batches, so that only one copy of them is held."""
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is not None and parameter.grad is not self._views[index]:
+                self._take(index, parameter.grad)
+
+    # Building ------------------------------------------------------------------------------------------
+
+    def _build(self) -> list[_Bucket]:
+        # Backward finishes the last layers first: reversed registration order is close to the order of arrival.
+        order = list(reversed(range(len(self.parameters))))
+        dtypes = [_merge_dtype(self.parameters[index]) for index in order]
+        kinds = [(self.parameters[index].device, dtype) for index, dtype in zip(order, dtypes, strict=True)]
+        sizes = [
+            self.parameters[index].numel() * dtype.itemsize
+            for index, dtype in zip(order, dtypes, strict=True)
+        ]
+        limit = int(self.settings.bucket_mib * MIB) if self.settings.fuse else 0
+        last_limit = int(self.settings.last_bucket_mib * MIB) if self.settings.fuse else 0
+        groups = lay_out(sizes, kinds, limit=limit, last_limit=last_limit)
+        tail = self.extras + len(self.parameters)
+        # A compressed message would spoil the counts, so then they travel in a small one of their own.
+        separate_tail = self.settings.wire_dtype is not None
+        buckets = []
+        for position, group in enumerate(groups):
+            carries_tail = position == len(groups) - 1 and not separate_tail
+            device, dtype = kinds[group[0]]
+            indices = [order[item] for item in group]
+            buckets.append(self._bucket(indices, device, dtype, tail if carries_tail else 0))
+        if separate_tail:
+            device, dtype = kinds[groups[-1][0]]
+            buckets.append(self._bucket([], device, dtype, tail))
+        return buckets
+
+    def _bucket(self, indices: list[int], device: torch.device, dtype: torch.dtype, tail: int) -> _Bucket:
+        numels = [self.parameters[index].numel() for index in indices]
+        buffer = torch.zeros(sum(numels) + tail, device=device, dtype=dtype)
+        bucket = _Bucket(indices, buffer, buffer[: sum(numels)])
+        for index, piece in zip(indices, bucket.payload.split(numels), strict=True):
+            self._views[index] = _shaped_like(piece, self.parameters[index])
+        if self.settings.wire_dtype is not None and indices:
+            bucket.wire = torch.empty_like(buffer, dtype=self.settings.wire_dtype)
+        return bucket
+
+    # One window ----------------------------------------------------------------------------------------
+
+    def _open(self, extras: Sequence[Tensor | float], prescale: float | Tensor) -> None:
+        assert len(extras) == self.extras
+        self._next = 0
+        self._prescale = prescale
+        for bucket in self._buckets:
+            bucket.missing = set(bucket.indices)
+        tail = self._tail
+        tail[: self.extras] = torch.stack(
+            [torch.as_tensor(extra, dtype=tail.dtype, device=tail.device) for extra in extras]
+        )
+        tail[self.extras :] = 1
+
+    def _arrival(self, index: int):  # noqa: ANN202 - a closure of one line
+        return lambda _parameter: self._arrive(index)
+
+    def _arrive(self, index: int) -> None:
+        bucket = self._bucket_of[index]
+        if bucket.work is not None:
+            raise RuntimeError(
+                f"parameter {index} received another gradient in the same backward after its bucket had left: "
+                "reentrant checkpointing of a shared module does this. "
+                "Use torch.utils.checkpoint(..., use_reentrant=False)."
+            )
+        self._collect(index)
+        bucket.missing.discard(index)
+        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+            self._send(self._buckets[self._next])
+            self._next += 1
+
+    def _collect(self, index: int) -> None:
+        """Put one parameter's gradient into its place, or zeros and a lowered flag if there is none."""
+        grad = self.parameters[index].grad
+        if grad is None:
+            self._views[index].zero_()
+            self._tail[self.extras + index] = 0
+        elif grad is not self._views[index]:
+            self._take(index, grad)
+
+    def _take(self, index: int, grad: Tensor) -> None:
+        if grad.layout != torch.strided:
+            raise TypeError(
+                f"parameter {index} of shape {tuple(grad.shape)} has a {grad.layout} gradient: only dense "
+                "gradients can be reduced. Set sparse=False on the embedding."
+            )
+        self._views[index].copy_(grad)
+        self.parameters[index].grad = self._views[index]
+
+    def _send(self, bucket: _Bucket) -> None:
+        if not (isinstance(self._prescale, float) and self._prescale == 1.0):
+            bucket.payload.mul_(self._prescale)
+        message = bucket.buffer
+        if bucket.wire is not None:
+            # Dividing first keeps the sum of many workers inside fp16's range.
+            message = bucket.wire.copy_(bucket.buffer.div_(dist.get_world_size()))
+        bucket.work = dist.all_reduce(message, async_op=True)
+        self.messages += 1
+
+    def _receive(self, bucket: _Bucket) -> None:
+        assert bucket.work is not None
+        bucket.work.wait()
+        bucket.work = None
+        if bucket.wire is not None:
+            bucket.buffer.copy_(bucket.wire).mul_(dist.get_world_size())
+
+    def _hand_out(self) -> None:
+        """Give the sums to parameters that only other workers used; leave those that nobody used at None."""
+        absent = [index for index, parameter in enumerate(self.parameters) if parameter.grad is None]
+        if not absent:
+            return
+        # Only a worker that missed a parameter has to look at the flags, and thus wait for the device.
+        used = self._tail[self.extras :].tolist()
+        for index in absent:
+            if used[index] > 0:
+                self.parameters[index].grad = self._views[index]
+
+    def _abandon(self) -> None:
+        for bucket in self._buckets:
+            bucket.work = None
+
+
+def _merge_dtype(parameter: Tensor) -> torch.dtype:
+    """Low-precision gradients are merged and summed in fp32."""
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def _shaped_like(piece: Tensor, parameter: Tensor) -> Tensor:
+    """A view of flat memory with the parameter's shape, and its strides where these leave no gaps."""
+    expected, dense = 1, True
+    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if size > 1:
+            dense = dense and stride == expected
+            expected *= size
+    if dense:
+        return piece.as_strided(parameter.shape, parameter.stride(), piece.storage_offset())
+    return piece.view(parameter.shape)

@@ -1,0 +1,30 @@
+"""Who this process is among the workers of the job."""
+
+import os
+
+import torch.distributed as dist
+
+
+def is_joined() -> bool:
+    """Whether a process group is up in this process."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank() -> int:
+    """This worker's number, 0 when it works alone."""
+    return dist.get_rank() if is_joined() else 0
+
+
+def size() -> int:
+    """How many workers train together, 1 when this one works alone."""
+    return dist.get_world_size() if is_joined() else 1
+
+
+def launched_size() -> int:
+    """How many workers the launcher says it started, whether or not this one has joined them yet."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def host_count() -> int:
+    """How many machines the launcher says it started workers on."""
+    return max(1, launched_size() // int(os.environ.get("LOCAL_WORLD_SIZE", launched_size())))

@@ -1,0 +1,102 @@
+"""Cuts a batch into micro-batches: any nested tuple, list, dict or dataclass of tensors."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+from torch import Tensor
+
+Batch = Any
+
+
+def batch_size(batch: Batch) -> int:
+    """The common first dimension of all tensors in `batch`."""
+    sizes = {path: leaf.shape[0] for path, leaf in _leaves(batch, "batch") if _is_sliced(leaf)}
+    if not sizes:
+        raise ValueError("a batch needs at least one tensor with a first dimension to cut along; this one has none.")
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{path}: {size}" for path, size in sizes.items())
+        raise ValueError(
+            f"all tensors of a batch must share their first dimension, but they have {listed}. "
+            "Pass what does not belong to single samples outside the batch, or as a number."
+        )
+    (size,) = set(sizes.values())
+    if size == 0:
+        raise ValueError("the batch is empty (first dimension 0). Leave it out of the loop.")
+    return size
+
+
+def split(batch: Batch, parts: int) -> list[Batch]:
+    """Cut `batch` into `parts` views whose sizes differ by at most one; fewer when it has fewer samples.
+
+    Numbers, None and tensors without dimensions go whole into each part.
+    """
+    size = batch_size(batch)
+    parts = min(parts, size)
+    if parts == 1:
+        return [batch]
+    base, longer = divmod(size, parts)
+    pieces, start = [], 0
+    for part in range(parts):
+        length = base + (part < longer)
+        pieces.append(map_tensors(batch, _narrowing(start, length)))
+        start += length
+    return pieces
+
+
+def map_tensors(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
+    """The same structure with `function` applied to each tensor."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        mapped = {key: map_tensors(value, function) for key, value in batch.items()}
+        return mapped if type(batch) is dict else _filled(batch, mapped)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return dataclasses.replace(batch, **{n: map_tensors(v, function) for n, v in _fields(batch)})
+    if isinstance(batch, tuple | list):
+        items = [map_tensors(item, function) for item in batch]
+        # A named tuple takes its fields one by one.
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+    return batch
+
+
+def _filled(original: Mapping, values: dict[str, Any]) -> Any:
+    """A dictionary of a class of its own (model libraries have many) keeps its class."""
+    if not isinstance(original, MutableMapping):
+        return values
+    clone = copy.copy(original)
+    for key, value in values.items():
+        clone[key] = value
+    return clone
+
+
+def _fields(batch: Any) -> list[tuple[str, Any]]:
+    return [(field.name, getattr(batch, field.name)) for field in dataclasses.fields(batch) if field.init]
+
+
+def _narrowing(start: int, length: int) -> Callable[[Tensor], Tensor]:
+    return lambda leaf: leaf.narrow(0, start, length) if _is_sliced(leaf) else leaf
+
+
+def _is_sliced(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0
+
+
+def _leaves(batch: Batch, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(batch, Mapping):
+        for key, value in batch.items():
+            yield from _leaves(value, f"{path}[{key!r}]")
+    elif isinstance(batch, tuple | list):
+        for index, value in enumerate(batch):
+            yield from _leaves(value, f"{path}[{index}]")
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        for name, value in _fields(batch):
+            yield from _leaves(value, f"{path}.{name}")
+    elif batch is None or isinstance(batch, Tensor | bool | int | float):
+        yield path, batch
+    else:
+        raise TypeError(
+            f"{path} is a {type(batch).__name__}, which cannot be cut into micro-batches: a batch holds tensors, "
+            "numbers and None in tuples, lists, dicts and dataclasses. Convert arrays with torch.as_tensor."
+        )

@@ -1,0 +1,129 @@
+"""The training step: slice → forward → backward → reduce → unscale → clip → update.
+
+Every door leads here. `optimizer.minimize(loss)` adds one micro-batch to the window, and the one that fills the
+window closes it; `Step(batch)` cuts a whole batch, adds all of its micro-batches and closes the window itself.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fleetx import gradients
+from fleetx.amp.scaler import LossScaler
+from fleetx.comm import world
+from fleetx.nonfinite import NonFiniteWatch
+from fleetx.outcome import HostValue, Outcome, Stopwatch
+from fleetx.update import Updater
+from fleetx.window import LOW_PRECISION, Number, Weighing, Window
+
+NO_GRADIENT = (
+    "the loss depends on no trainable parameter: it was computed under no_grad, detached, or everything is frozen. "
+    "Compute it from the model's output with gradients enabled."
+)
+
+
+@dataclass
+class TrainingStep:
+    """Merges micro-batches into a window, and turns a full window into one update."""
+
+    window: Window
+    updater: Updater
+    k_steps: int
+    average: bool
+    scaler: LossScaler | None
+    clip_norm: float | None
+    watch: NonFiniteWatch
+
+    def __post_init__(self) -> None:
+        self.stopwatch = Stopwatch()
+
+    def minimize(self, loss: Tensor, items: Number | None = None, retain_graph: bool = False) -> Outcome:
+        """Merge one micro-batch; update if it is the last of its window."""
+        if not loss.requires_grad:
+            raise ValueError(NO_GRADIENT)
+        if self.window.held == 0:
+            self.window.weighing = self._weighing(items)
+        self._require_same_weighing(items)
+        weighing = self.window.weighing
+        ends = self.window.held + 1 == self.k_steps
+        if items is not None:
+            self.merge([_share(loss, items, weighing.unit)], items, ends, retain_graph)
+        else:
+            self.merge([loss if weighing.kind == "sum" else loss / weighing.unit], 1, ends, retain_graph)
+        return self.close(("loss",)) if ends else Outcome(loss.detach(), closed=False)
+
+    def merge(self, losses: Sequence[Tensor], weight: Number, ends: bool, retain_graph: bool = False) -> None:
+        """Backward of the weighted `losses` of one micro-batch; reduces meanwhile if it ends the window."""
+        self.stopwatch.start()
+        # A low-precision loss would overflow when it is scaled.
+        losses = [loss.float() if loss.dtype in LOW_PRECISION else loss for loss in losses]
+        objective = sum(losses[1:], start=losses[0])
+        if self.scaler is not None:
+            objective = objective * self.scaler.scale_on(objective.device)
+        self.window.add(objective, losses=losses, weight=weight, ends=ends, retain_graph=retain_graph)
+
+    @torch.no_grad()
+    def close(self, names: tuple[str, ...], samples: HostValue | None = None) -> Outcome:
+        """Turn the window into one update: average and reduce, unscale, check, clip, update, clear."""
+        merged = self.window.merge()
+        grads, lr = merged.grads, self.updater.lr
+        losses = [loss / merged.divisor for loss in merged.losses]
+        scale = None if self.scaler is None else self.scaler.scale_tensor
+        gradients.divide_(grads, merged.divisor if scale is None else scale.double() * merged.divisor)
+        norm = gradients.global_norm(grads, losses[0].device)
+        finite = norm.isfinite() & torch.stack(losses).isfinite().all()
+        if self.clip_norm is not None:
+            gradients.clip_(grads, norm, self.clip_norm)
+        self.updater.update(finite)
+        if self.scaler is not None:
+            self.scaler.update(found_inf=~finite)
+        self.window.clear()
+        self.watch.record(self._unusable(finite, losses, scale))
+        return Outcome(
+            loss=sum(losses[1:], start=losses[0]),
+            losses=dict(zip(names, losses, strict=True)),
+            closed=True,
+            grad_norm=norm,
+            lr=lr,
+            seconds=self.stopwatch.lap(),
+            _samples=samples,
+            _finite=HostValue(finite),
+            _scale=scale,
+        )
+
+    def flush(self) -> Outcome | None:
+        """Close a window that is not full, averaged by what it holds; None if no worker holds anything."""
+        if world.size() > 1:
+            held = torch.tensor(float(self.window.held), device=self.updater.device)
+            dist.all_reduce(held)
+            return self.close(("loss",)) if held.item() else None
+        return self.close(("loss",)) if self.window.held else None
+
+    def _weighing(self, items: Number | None) -> Weighing:
+        if items is not None:
+            return Weighing("items", unit=items if isinstance(items, Tensor) or items else 1)
+        return Weighing("mean", unit=self.k_steps) if self.average else Weighing("sum")
+
+    def _require_same_weighing(self, items: Number | None) -> None:
+        if (self.window.weighing.kind == "items") != (items is not None):
+            raise ValueError(
+                "items= must be given for all micro-batches of a window or for none: the "
+                f"{self.window.held} before this one had {'none' if items is not None else 'it'}, "
+                f"and this one has {'it' if items is not None else 'none'}."
+            )
+
+    def _unusable(self, finite: Tensor, losses: list[Tensor], scale: Tensor | None) -> Tensor:
+        """Whether the window counts towards the stop: while the scale can fall, an overflow is nothing unusual."""
+        if scale is None or self.scaler is None or not self.scaler.use_dynamic_loss_scaling:
+            return ~finite
+        return ~torch.stack(losses).isfinite().all() | (~finite & (scale <= 1.0))
+
+
+def _share(loss: Tensor, items: Number, unit: Number) -> Tensor:
+    """The part of a window's loss that a micro-batch contributes; without items it is nothing, whatever its mean."""
+    if not isinstance(items, Tensor) and items == 0:
+        return torch.zeros((), dtype=loss.dtype, device=loss.device)
+    return loss * (items / unit)

@@ -1,0 +1,88 @@
+"""Moves the weights, or leaves everything as it was when the gradients are unusable."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from fleetx.masters import MasterWeights
+from fleetx.notices import tell_once
+from fleetx.window import LOW_PRECISION
+
+
+class Updater:
+    """An optimizer with its schedule, and with fp32 masters where it needs them."""
+
+    def __init__(self, optimizer: Optimizer, scheduler: Any | None = None) -> None:
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.masters = _masters_for(optimizer)
+
+    def parameters(self) -> list[Tensor]:
+        """The model's parameters that the optimizer moves."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return self.masters.originals(parameters) if self.masters else parameters
+
+    @property
+    def lr(self) -> float | Tensor:
+        """The learning rate of the first group, as the next update will use it."""
+        return self.optimizer.param_groups[0]["lr"]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters live."""
+        return self.parameters()[0].device
+
+    def update(self, finite: Tensor) -> None:
+        """Apply the gradients if they are `finite`; the schedule counts the window either way."""
+        if self.masters:
+            self.masters.take_gradients()
+        if self._skips_on_device(finite):
+            self._step_on_device(finite)
+        elif finite.item():
+            self.optimizer.step()
+        if self.masters:
+            self.masters.publish()
+        if self.scheduler is not None:
+            # torch warns when a schedule moves before its optimizer: here that is a skipped first window.
+            self.scheduler.optimizer._opt_called = True
+            self.scheduler.step()
+
+    def _skips_on_device(self, finite: Tensor) -> bool:
+        """Whether the optimizer can leave out a step by itself, so that the host need not know."""
+        return finite.is_cuda and _takes_found_inf(self.optimizer) and not _lacks_momentum(self.optimizer)
+
+    def _step_on_device(self, finite: Tensor) -> None:
+        optimizer: Any = self.optimizer
+        optimizer.grad_scale = None
+        optimizer.found_inf = (~finite).float()
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+
+
+def _masters_for(optimizer: Optimizer) -> MasterWeights | None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    low = [p for p in parameters if p.dtype in LOW_PRECISION]
+    if not low or getattr(optimizer, "keeps_masters", False):
+        return None
+    size = sum(p.numel() for p in low) * 4 / 2**20
+    tell_once("masters", f"{len(low)} parameters are {low[0].dtype}: fp32 master weights take {size:,.1f} MiB more.")
+    return MasterWeights(optimizer)
+
+
+def _takes_found_inf(optimizer: Optimizer) -> bool:
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def _lacks_momentum(optimizer: Optimizer) -> bool:
+    """torch's fused SGD leaves its momentum uninitialised when it skips the very first step."""
+    if not isinstance(optimizer, SGD):
+        return False
+    return any(
+        group["momentum"] and p.grad is not None and optimizer.state[p].get("momentum_buffer") is None
+        for group in optimizer.param_groups
+        for p in group["params"]
+    )

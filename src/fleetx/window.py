@@ -1,0 +1,198 @@
+"""The merge window: what one update has seen so far.
+
+A window holds the gradients, weights and losses of the micro-batches that belong to one update. Whether a
+backward ends the window is said when backward is called, so forwards are free: they may be run for evaluation,
+twice, or not at all. Gradients are merged in the parameters' dtype, but never below fp32, and they are summed
+over the workers once, during the backward that ends the window.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fleetx.comm import world
+from fleetx.comm.reducer import Reducer, ReducerSettings
+
+Number = float | Tensor
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Weighing:
+    """How the micro-batches of one window count against each other.
+
+    "mean": each counts once, and `unit` of them make a full window. "items": each counts as many items as it
+    averages over; `unit`, this worker's first count, keeps the scaled losses near their natural size. "sum":
+    gradients are added up, and only the mean over workers is taken.
+    """
+
+    kind: Literal["mean", "items", "sum"]
+    unit: Number = 1
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A window after reduction: sums over micro-batches and workers, still to be divided by `divisor`."""
+
+    grads: list[Tensor]
+    divisor: Number
+    losses: list[Tensor]
+
+
+class Window:
+    """Gradients, weights and losses of the micro-batches of one update, on this worker."""
+
+    def __init__(
+        self, parameters: Callable[[], list[Tensor]], settings: ReducerSettings | None = None
+    ) -> None:
+        self._parameters = parameters
+        self._settings = settings or ReducerSettings()
+        self._reducer: Reducer | None = None
+        self._has_left = False
+        self.reductions = 0
+        self.held = 0
+        self.weighing = Weighing("sum")
+        self.weight: Number = 0
+        self.losses: list[Tensor] = []
+
+    @property
+    def reducer(self) -> Reducer | None:
+        """What sums over the workers; None before the first window ends, and for a worker alone."""
+        return self._reducer
+
+    def add(
+        self,
+        objective: Tensor,
+        *,
+        losses: Sequence[Tensor],
+        weight: Number,
+        ends: bool,
+        retain_graph: bool = False,
+    ) -> None:
+        """Run one micro-batch's backward; if it `ends` the window, reduce gradients while it runs.
+
+        `losses` are the weighted values to report, `weight` is what this micro-batch adds to the divisor.
+        """
+        if self.held == 0:
+            self._drop_gradients()
+        self.held += 1
+        self.weight = self.weight + weight
+        values = [loss.detach() for loss in losses]
+        self.losses = [a + b for a, b in zip(self.losses, values, strict=True)] if self.losses else values
+        try:
+            with self._reducing() if ends and world.size() > 1 else nullcontext():
+                # A micro-batch without any items has nothing to differentiate.
+                if objective.requires_grad:
+                    objective.backward(retain_graph=retain_graph)
+            if not ends and self._reducer is not None:
+                self._reducer.adopt()
+        except BaseException as error:
+            error.add_note(f"FleetX: the merge window was discarded with its {self.held} micro-batches.")
+            self.discard()
+            raise
+
+    def merge(self) -> Merged:
+        """The sums over micro-batches and workers. All workers must call it, also one that holds nothing."""
+        if world.size() == 1:
+            grads = [parameter.grad for parameter in self._trainable() if parameter.grad is not None]
+            return Merged(grads, self._divisor(self.weight), self.losses)
+        if not self._has_left:
+            with self._reducing():
+                pass
+        assert self._reducer is not None
+        weight, *losses = self._reducer.finish()
+        self.reductions += 1
+        return Merged(self._reducer.payloads, self._divisor(weight), losses)
+
+    def clear(self) -> None:
+        """Forget the micro-batches. Gradients stay readable until the next window begins."""
+        self.held = 0
+        self.weight = 0
+        self.losses = []
+        self._has_left = False
+
+    def discard(self) -> None:
+        """Forget the micro-batches and their gradients."""
+        self.clear()
+        self._drop_gradients()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This worker's part of a window in progress."""
+        held = self.held > 0
+        return {
+            "held": self.held,
+            "weight": self.weight,
+            "weighing": (self.weighing.kind, self.weighing.unit),
+            "losses": [loss.clone() for loss in self.losses],
+            "grads": [_copy(p.grad) for p in self._parameters()] if held else None,
+            "rank": world.rank(),
+            "workers": world.size(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue a window; gradients are this worker's own, so they must come from the same worker."""
+        if state["held"] and (state["rank"], state["workers"]) != (world.rank(), world.size()):
+            raise ValueError(
+                f"a window in progress belongs to the worker that saved it: worker {state['rank']} of "
+                f"{state['workers']} saved it, worker {world.rank()} of {world.size()} loads it. "
+                "Save on every worker, or save after flush(), when no window is in progress."
+            )
+        self.discard()
+        parameters = self._parameters()
+        device = parameters[0].device
+        self.held = state["held"]
+        self.weight = state["weight"]
+        self.weighing = Weighing(*state["weighing"])
+        self.losses = [loss.clone().to(device) for loss in state["losses"]]
+        if self.held:
+            for parameter, grad in zip(parameters, state["grads"], strict=True):
+                parameter.grad = None if grad is None else grad.clone().to(parameter.device)
+
+    @contextmanager
+    def _reducing(self) -> Iterator[None]:
+        """Gradients that arrive inside leave for the other workers at once."""
+        # A worker whose data ran out first joins the others with nothing to add.
+        losses = self.losses or [torch.zeros(())]
+        # Counts of different workers have different units, so these are taken back before the sum.
+        prescale = self.weighing.unit if self.weighing.kind == "items" else 1.0
+        extras = [self.weight, *(loss * prescale for loss in losses)]
+        with self._fitting_reducer(len(extras)).overlapping(extras, prescale):
+            yield
+        self._has_left = True
+
+    def _divisor(self, weight: Number) -> Number:
+        if self.weighing.kind == "sum":
+            return world.size()
+        if self.weighing.kind == "items" and world.size() > 1:
+            return weight
+        return weight / self.weighing.unit
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._parameters():
+            parameter.grad = None
+            if parameter.dtype in LOW_PRECISION:
+                # Autograd then accumulates in fp32 by itself.
+                parameter.grad_dtype = torch.float32
+
+    def _trainable(self) -> list[Tensor]:
+        return [parameter for parameter in self._parameters() if parameter.requires_grad]
+
+    def _fitting_reducer(self, extras: int) -> Reducer:
+        """The reducer, made anew when parameters were frozen or freed, or other losses are reported."""
+        trainable = self._trainable()
+        reducer = self._reducer
+        if reducer is None or reducer.extras != extras or not _same(reducer.parameters, trainable):
+            reducer = self._reducer = Reducer(trainable, extras, self._settings)
+        return reducer
+
+
+def _same(first: list[Tensor], second: list[Tensor]) -> bool:
+    return len(first) == len(second) and all(a is b for a, b in zip(first, second, strict=True))
+
+
+def _copy(grad: Tensor | None) -> Tensor | None:
+    return None if grad is None else grad.clone()
