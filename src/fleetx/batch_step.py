@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -13,8 +12,8 @@ from fleetx.fleet.optimizer import DistributedOptimizer, distributed_optimizer
 from fleetx.outcome import HostValue, Outcome
 from fleetx.shares import Counts, Shares
 from fleetx.slicing import Batch
-from fleetx.strategy import DistributedStrategy
 from fleetx.step import NO_GRADIENT
+from fleetx.strategy import DistributedStrategy
 from fleetx.window import Number
 
 SAMPLES = "samples"

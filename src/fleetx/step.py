@@ -96,11 +96,23 @@ class TrainingStep:
 
     def flush(self) -> Outcome | None:
         """Close a window that is not full, averaged by what it holds; None if no worker holds anything."""
+        held, by_items = self._held_by_anyone()
+        if not held:
+            return None
+        if self.window.held == 0:
+            # This worker's data ran out first: it adds nothing, but must divide as the others do.
+            self.window.weighing = self._weighing(1 if by_items else None)
+        return self.close(("loss",))
+
+    def _held_by_anyone(self) -> tuple[bool, bool]:
+        """Whether any worker has a window in progress, and whether it counts items."""
+        held = self.window.held > 0
+        facts = [float(held), float(held and self.window.weighing.kind == "items")]
         if world.size() > 1:
-            held = torch.tensor(float(self.window.held), device=self.updater.device)
-            dist.all_reduce(held)
-            return self.close(("loss",)) if held.item() else None
-        return self.close(("loss",)) if self.window.held else None
+            shared = torch.tensor(facts, device=self.updater.device)
+            dist.all_reduce(shared)
+            facts = shared.tolist()
+        return facts[0] > 0, facts[1] > 0
 
     def _weighing(self, items: Number | None) -> Weighing:
         if items is not None:

@@ -6,7 +6,7 @@ twice, or not at all. Gradients are merged in the parameters' dtype, but never b
 over the workers once, during the backward that ends the window.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -46,9 +46,7 @@ class Merged:
 class Window:
     """Gradients, weights and losses of the micro-batches of one update, on this worker."""
 
-    def __init__(
-        self, parameters: Callable[[], list[Tensor]], settings: ReducerSettings | None = None
-    ) -> None:
+    def __init__(self, parameters: Callable[[], list[Tensor]], settings: ReducerSettings | None = None) -> None:
         self._parameters = parameters
         self._settings = settings or ReducerSettings()
         self._reducer: Reducer | None = None
@@ -97,6 +95,8 @@ class Window:
 
     def merge(self) -> Merged:
         """The sums over micro-batches and workers. All workers must call it, also one that holds nothing."""
+        if self.held == 0:
+            self._drop_gradients()
         if world.size() == 1:
             grads = [parameter.grad for parameter in self._trainable() if parameter.grad is not None]
             return Merged(grads, self._divisor(self.weight), self.losses)
@@ -153,7 +153,7 @@ class Window:
                 parameter.grad = None if grad is None else grad.clone().to(parameter.device)
 
     @contextmanager
-    def _reducing(self) -> Iterator[None]:
+    def _reducing(self) -> Generator[None]:
         """Gradients that arrive inside leave for the other workers at once."""
         # A worker whose data ran out first joins the others with nothing to add.
         losses = self.losses or [torch.zeros(())]

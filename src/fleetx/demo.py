@@ -1,0 +1,63 @@
+"""`fleetx train`: the job on its workers, the plain run beside it, then the figures and the picture of both."""
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from fleetx.applications import digits
+from fleetx.launch.run import launch
+from fleetx.report.curves import draw_run
+from fleetx.runs import MetricsLog, new_run_folder, read_metrics
+
+PLAIN_BATCH = 32
+
+
+def run_demo(*, workers: int, global_batch: int, epochs: int, strategy: Path | None, out: Path, baseline: bool) -> int:
+    """Train, compare, save; gives the exit code."""
+    console = Console()
+    folder = new_run_folder(out, "digits")
+    command = ["-m", "fleetx.applications.digits", "--out", str(folder)]
+    command += ["--epochs", str(epochs), "--global-batch", str(global_batch)]
+    command += ["--strategy", str(strategy)] if strategy else []
+    code = launch(command, workers=workers)
+    if code:
+        return code
+    metrics = read_metrics(folder / "metrics.jsonl")
+    summary = {
+        "workers": workers,
+        "global_batch": global_batch,
+        "epochs": epochs,
+        "accuracy": _last_accuracy(metrics),
+        "seconds": metrics[-1]["seconds"],
+    }
+    if baseline:
+        with (
+            MetricsLog(folder / "plain.jsonl") as log,
+            console.status(f"plain SGD at batch {PLAIN_BATCH}, for comparison"),
+        ):
+            digits.train_plain(log, epochs=epochs, batch=PLAIN_BATCH)
+        plain = read_metrics(folder / "plain.jsonl")
+        summary |= {"plain_accuracy": _last_accuracy(plain), "plain_seconds": plain[-1]["seconds"]}
+    ours, theirs = f"FleetX, batch {global_batch:,}", f"plain SGD, batch {PLAIN_BATCH}"
+    draw_run(folder, ours=ours, plain=theirs if baseline else None)
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    console.print(_table(summary, ours, theirs))
+    console.print(
+        f"[dim]in[/] {folder}/ [dim]: metrics.jsonl, strategy.toml, weights.safetensors, run.png, summary.json[/]"
+    )
+    return 0
+
+
+def _last_accuracy(metrics: list[dict]) -> float:
+    return [line["accuracy"] for line in metrics if "accuracy" in line][-1]
+
+
+def _table(summary: dict, ours: str, theirs: str) -> Table:
+    table = Table("run", "test accuracy", "seconds")
+    table.columns[1].justify = table.columns[2].justify = "right"
+    table.add_row(ours, f"{summary['accuracy']:.2%}", f"{summary['seconds']:.1f}", style="bold")
+    if "plain_accuracy" in summary:
+        table.add_row(theirs, f"{summary['plain_accuracy']:.2%}", f"{summary['plain_seconds']:.1f}")
+    return table

@@ -1,0 +1,66 @@
+"""Joining the job that a launcher started, and asking who is in it."""
+
+import atexit
+import os
+
+import torch
+import torch.distributed as dist
+
+from fleetx.comm import world
+
+_started_here = False
+
+
+def init(is_collective: bool = True, *, backend: str | None = None, adopt: bool = False) -> None:
+    """Join the workers that fleetrun or torchrun started; started alone, be a world of one.
+
+    `backend` is torch.distributed's; left out, it is NCCL where this worker has a GPU and gloo elsewhere.
+    `adopt=True` uses a process group that other code has brought up. Calling it again changes nothing.
+    """
+    global _started_here
+    if not is_collective:
+        raise ValueError("is_collective=False means parameter servers, which FleetX does not have. Leave it out.")
+    if _started_here or (adopt and world.is_joined()):
+        return
+    if world.is_joined():
+        raise RuntimeError(
+            f"a process group is already up (backend {dist.get_backend()}, {world.size()} workers): FleetX did not "
+            "start it and will not replace it. Call fleet.init() before any other code starts torch.distributed, "
+            "or fleet.init(adopt=True) to train in that group."
+        )
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    dist.init_process_group(backend or ("nccl" if torch.cuda.is_available() else "gloo"))
+    _started_here = True
+    atexit.register(shutdown)
+
+
+def shutdown() -> None:
+    """Leave the job; only a group that `init` started is taken down. Runs by itself when the process ends."""
+    global _started_here
+    if _started_here and world.is_joined():
+        dist.destroy_process_group()
+    _started_here = False
+
+
+def worker_index() -> int:
+    """This worker's number, from 0."""
+    return world.rank()
+
+
+def worker_num() -> int:
+    """How many workers train together."""
+    return world.size()
+
+
+def is_first_worker() -> bool:
+    """Whether this is worker 0, the one that prints and saves."""
+    return world.rank() == 0
+
+
+def barrier_worker() -> None:
+    """Wait until all workers are here."""
+    if world.size() > 1:
+        dist.barrier()

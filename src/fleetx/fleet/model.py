@@ -1,0 +1,105 @@
+"""`distributed_model`: make a model ready for a strategy, without rewriting it."""
+
+import weakref
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fleetx import names
+from fleetx.amp import apply_precision, low_dtype
+from fleetx.comm import world
+from fleetx.comm.broadcast import broadcast_module
+from fleetx.notices import tell_once
+from fleetx.strategy import DistributedStrategy
+
+_prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_strategies: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def distributed_model(model: nn.Module, strategy: DistributedStrategy | None = None) -> nn.Module:
+    """Give all workers the same weights, remember parameter names, and switch on low precision if asked.
+
+    Returns the same module: its state dict, its names and its forward stay as they were.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"distributed_model takes an nn.Module, not a {type(model).__name__}.")
+    if model in _prepared:
+        raise ValueError(
+            "this model went through distributed_model before: once is enough, and twice would cast twice."
+        )
+    strategy = in_use(strategy, "fleet.distributed_model")
+    require_joined()
+    names.record(model)
+    broadcast_module(model)
+    if strategy.amp:
+        _hint_at_bfloat16(model, strategy)
+        apply_precision(model, strategy.amp_configs)
+    _explain_communication(strategy)
+    _prepared.add(model)
+    for parameter in model.parameters():
+        _strategies[parameter] = strategy
+    return model
+
+
+def is_prepared(model: nn.Module) -> bool:
+    """Whether `distributed_model` has seen this module."""
+    return model in _prepared
+
+
+def strategy_of(parameter: torch.Tensor) -> DistributedStrategy | None:
+    """The strategy that the parameter's model was prepared with."""
+    return _strategies.get(parameter)
+
+
+def in_use(strategy: DistributedStrategy | None, user: str) -> DistributedStrategy:
+    """Check that a strategy can be carried out, and freeze it: later changes would not take effect."""
+    if strategy is None:
+        strategy = DistributedStrategy()
+    if not isinstance(strategy, DistributedStrategy):
+        raise TypeError(f"strategy must be a fleet.DistributedStrategy, not a {type(strategy).__name__}.")
+    strategy.check_runnable()
+    strategy.freeze(user)
+    return strategy
+
+
+def require_joined() -> None:
+    """Workers that were started together must train together."""
+    if world.launched_size() > 1 and not world.is_joined():
+        raise RuntimeError(
+            f"the launcher started {world.launched_size()} workers, but this one has not joined them: each would "
+            "train a model of its own. Call fleet.init() first."
+        )
+
+
+def _hint_at_bfloat16(model: nn.Module, strategy: DistributedStrategy) -> None:
+    configs = strategy.amp_configs
+    if low_dtype(configs) is torch.bfloat16:
+        tell_once(
+            "bf16-scaling",
+            "bfloat16 has the range of float32: losses are not scaled, the scaling settings rest.",
+        )
+        return
+    parameter = next(model.parameters(), None)
+    on_gpu = parameter is not None and parameter.is_cuda
+    if not on_gpu or torch.cuda.is_bf16_supported(including_emulation=False):
+        tell_once(
+            "fp16-hint",
+            "amp uses float16, Fleet's default, with a dynamic loss scale. This device also computes in bfloat16, "
+            "which needs no scale and skips no step: amp_configs = {'dtype': 'bfloat16'}.",
+        )
+
+
+def _explain_communication(strategy: DistributedStrategy) -> None:
+    """Settings that only several machines could honour."""
+    if not strategy.use_hierarchical_allreduce and strategy.nccl_comm_num == 1:
+        return
+    if world.host_count() > 1:
+        raise ValueError(
+            "use_hierarchical_allreduce and nccl_comm_num > 1 are not supported between machines yet. Leave them at "
+            "their defaults: the plain all-reduce gives the same sums."
+        )
+    tell_once(
+        "hierarchy",
+        "on one machine use_hierarchical_allreduce and nccl_comm_num change nothing: one all-reduce.",
+    )

@@ -1,0 +1,332 @@
+"""`distributed_optimizer`: the optimizer of the guide's loop, with `minimize` and `flush`."""
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from fleetx import names
+from fleetx.amp import LossScaler, low_dtype
+from fleetx.comm.reducer import ReducerSettings
+from fleetx.fleet.model import in_use, require_joined, strategy_of
+from fleetx.nonfinite import NonFiniteWatch
+from fleetx.optim import Lamb, Lars
+from fleetx.outcome import Outcome
+from fleetx.step import TrainingStep
+from fleetx.strategy import DistributedStrategy
+from fleetx.update import Updater
+from fleetx.window import LOW_PRECISION, Number, Window
+
+
+def distributed_optimizer(
+    optimizer: Optimizer,
+    strategy: DistributedStrategy | None = None,
+    scheduler: Any | None = None,
+    *,
+    clip_norm: float | None = None,
+    nonfinite_limit: int = 10,
+) -> "DistributedOptimizer":
+    """Wrap a torch optimizer as the strategy says.
+
+    `lars` and `lamb` replace it and share its groups, so that schedulers made for it keep working. `scheduler` is
+    stepped once per window. `clip_norm` limits the norm of all gradients together. After `nonfinite_limit` windows
+    in a row without a finite loss or gradient the run stops with an error.
+    """
+    return DistributedOptimizer(
+        optimizer, strategy, scheduler=scheduler, clip_norm=clip_norm, nonfinite_limit=nonfinite_limit
+    )
+
+
+class DistributedOptimizer(Optimizer):
+    """Merges micro-batches, reduces over the workers, and moves the weights once per window."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        strategy: DistributedStrategy | None = None,
+        *,
+        scheduler: Any | None = None,
+        clip_norm: float | None = None,
+        nonfinite_limit: int = 10,
+    ) -> None:
+        # Optimizer.__init__ is not called: groups and state are those of the wrapped one.
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"distributed_optimizer takes a torch optimizer, not a {type(optimizer).__name__}.")
+        if isinstance(optimizer, DistributedOptimizer):
+            raise TypeError("this optimizer is distributed already: once is enough.")
+        self.strategy = in_use(strategy, "fleet.distributed_optimizer")
+        require_joined()
+        _require_prepared(optimizer, self.strategy)
+        _require_scheduler_of(optimizer, scheduler)
+        _require_positive("clip_norm", clip_norm)
+        self.inner = _replacement(optimizer, self.strategy)
+        self.engine = _engine(self.inner, self.strategy, scheduler, clip_norm, nonfinite_limit)
+
+    # What torch and its schedulers expect of an optimizer ------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The groups of the wrapped optimizer."""
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The state of the wrapped optimizer."""
+        return self.inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The defaults of the wrapped optimizer."""
+        return self.inner.defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters between windows; they take part from the next window on."""
+        if self.engine.window.held:
+            raise RuntimeError("a window is in progress: call flush() before adding parameters.")
+        if self.engine.updater.masters or any(p.dtype in LOW_PRECISION for p in _listed(param_group["params"])):
+            raise ValueError(
+                "parameters cannot be added to an optimizer that keeps fp32 master weights. "
+                "Make it with all of them, frozen ones included, and set requires_grad when they should train."
+            )
+        self.inner.add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 - torch's signature
+        """Nothing to do between windows; in the middle of one it would lose micro-batches, so it raises."""
+        if self.engine.window.held:
+            raise RuntimeError(
+                f"zero_grad() in the middle of a window would lose {self.engine.window.held} merged micro-batches. "
+                "The window clears its gradients by itself: leave the call out, or drop the window with discard()."
+            )
+
+    def step(self, closure: Callable[[], float] | None = None) -> NoReturn:  # type: ignore[override]  # noqa: ARG002
+        """Not this way: `minimize` must run the backward that it reduces and unscales."""
+        raise RuntimeError(
+            "a distributed optimizer is not stepped: write optimizer.minimize(loss) in place of loss.backward() and "
+            "optimizer.step(). It scales the loss, merges micro-batches, reduces and updates."
+        )
+
+    # The guide's loop ------------------------------------------------------------------------------------
+
+    def minimize(self, loss: Tensor, *, items: Number | None = None, retain_graph: bool = False) -> Outcome:
+        """Backward of one micro-batch, and the update when the window is full; true if the weights moved.
+
+        `items` is the number of items (tokens, unpadded samples) that this loss averages over, where that varies.
+        """
+        _require_scalar(loss)
+        _require_count(items)
+        if items is not None:
+            self._require_items_possible()
+        return self.engine.minimize(loss.reshape(()), items, retain_graph)
+
+    def flush(self) -> Outcome | None:
+        """Update with what a short last window holds, averaged by that; None if it holds nothing on any worker."""
+        return self.engine.flush()
+
+    def discard(self) -> None:
+        """Drop the micro-batches merged so far."""
+        self.engine.window.discard()
+
+    @property
+    def micro_batches_held(self) -> int:
+        """Micro-batches merged into the window in progress."""
+        return self.engine.window.held
+
+    @property
+    def loss_scale(self) -> float:
+        """The present loss scale; 1 without scaling."""
+        return 1.0 if self.engine.scaler is None else self.engine.scaler.scale
+
+    def overview(self) -> str:
+        """The strategy as used, and what each exclusion pattern took."""
+        rows = self.inner.exclusion_rows() if isinstance(self.inner, Lars | Lamb) else []
+        taken = [f"{pattern}: {count} parameters" for pattern, count, _ in rows]
+        return "\n".join(
+            [
+                str(self.strategy),
+                *([f"excluded from decay and adaptation: {', '.join(taken)}"] if taken else []),
+            ]
+        )
+
+    # Saving ----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state dict, with a `fleetx` entry: window, masters, scale, schedule, counts.
+
+        A window in progress holds this worker's own gradients: then every worker saves its own.
+        """
+        engine = self.engine
+        masters, scaler, scheduler = engine.updater.masters, engine.scaler, engine.updater.scheduler
+        return self.inner.state_dict() | {
+            "fleetx": {
+                "window": engine.window.state_dict(),
+                "watch": engine.watch.state_dict(),
+                "masters": masters.state_dict() if masters else None,
+                "scaler": scaler.state_dict() if scaler else None,
+                "scheduler": scheduler.state_dict() if scheduler else None,
+            }
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue exactly where `state_dict` was taken, in the middle of a window too."""
+        if "fleetx" not in state_dict:
+            raise ValueError(
+                "this state dict has no 'fleetx' entry: it was saved by a plain optimizer. "
+                "Load it into that optimizer before you give it to fleet.distributed_optimizer."
+            )
+        ours = state_dict["fleetx"]
+        engine = self.engine
+        parts = {
+            "masters": engine.updater.masters,
+            "scaler": engine.scaler,
+            "scheduler": engine.updater.scheduler,
+        }
+        for name, part in parts.items():
+            if (part is None) != (ours[name] is None):
+                has, saved = ("has", "has not") if part else ("has not", "has")
+                raise ValueError(
+                    f"this optimizer {has} a {name} and the state dict {saved}: they come from different strategies. "
+                    "Save and load with the same strategy and scheduler."
+                )
+        self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "fleetx"})
+        for name, part in parts.items():
+            if part is not None:
+                part.load_state_dict(ours[name])
+        engine.watch.load_state_dict(ours["watch"])
+        engine.window.load_state_dict(ours["window"])
+
+    def _require_items_possible(self) -> None:
+        if not self.engine.average:
+            raise ValueError(
+                "items weighs micro-batches by what they average over, gradient_merge_configs.avg=False adds them up: "
+                "only one of the two is possible. Set avg=True."
+            )
+        if self.strategy.fp16_allreduce:
+            raise ValueError(
+                "minimize(items=...) sends gradients multiplied by their counts, which overflows with fp16_allreduce. "
+                "Use fleetx.Step, which knows the counts beforehand, or bf16_allreduce."
+            )
+
+    def __repr__(self) -> str:
+        return f"DistributedOptimizer({self.inner!r})"
+
+
+def _engine(
+    inner: Optimizer,
+    strategy: DistributedStrategy,
+    scheduler: Any,
+    clip_norm: float | None,
+    nonfinite_limit: int,
+) -> TrainingStep:
+    updater = Updater(inner, scheduler)
+    merge = strategy.gradient_merge_configs
+    return TrainingStep(
+        window=Window(updater.parameters, _reducer_settings(strategy)),
+        updater=updater,
+        k_steps=merge.k_steps if strategy.gradient_merge else 1,
+        average=merge.avg or not strategy.gradient_merge,
+        scaler=_scaler(strategy),
+        clip_norm=clip_norm,
+        watch=NonFiniteWatch(nonfinite_limit),
+    )
+
+
+def _replacement(optimizer: Optimizer, strategy: DistributedStrategy) -> Optimizer:
+    """LARS or LAMB in the place of the wrapped optimizer, on its own groups."""
+    if strategy.lars:
+        return Lars.replacing(optimizer, **strategy.lars_configs)
+    if strategy.lamb:
+        return Lamb.replacing(optimizer, **strategy.lamb_configs)
+    return optimizer
+
+
+def _reducer_settings(strategy: DistributedStrategy) -> ReducerSettings:
+    wire = torch.float16 if strategy.fp16_allreduce else torch.bfloat16 if strategy.bf16_allreduce else None
+    return ReducerSettings(
+        bucket_mib=strategy.fuse_grad_size_in_MB,
+        last_bucket_mib=strategy.last_comm_group_size_MB,
+        fuse=strategy.fuse_all_reduce_ops,
+        wire_dtype=wire,
+    )
+
+
+def _scaler(strategy: DistributedStrategy) -> LossScaler | None:
+    configs = strategy.amp_configs
+    if not strategy.amp or low_dtype(configs) is torch.bfloat16:
+        return None
+    return LossScaler(
+        init_loss_scaling=configs.init_loss_scaling,
+        incr_every_n_steps=configs.incr_every_n_steps,
+        decr_every_n_nan_or_inf=configs.decr_every_n_nan_or_inf,
+        incr_ratio=configs.incr_ratio,
+        decr_ratio=configs.decr_ratio,
+        use_dynamic_loss_scaling=configs.use_dynamic_loss_scaling,
+    )
+
+
+def _require_prepared(optimizer: Optimizer, strategy: DistributedStrategy) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    strangers = [index for index, parameter in enumerate(parameters) if strategy_of(parameter) is None]
+    if strangers:
+        raise ValueError(
+            f"{len(strangers)} of the optimizer's {len(parameters)} parameters (the first is number {strangers[0]}, of "
+            f"shape {tuple(parameters[strangers[0]].shape)}) belong to no model that went through "
+            "fleet.distributed_model. Call model = fleet.distributed_model(model, strategy) first, also for a loss "
+            "with parameters of its own."
+        )
+    for parameter in parameters:
+        if strategy_of(parameter) != strategy:
+            info = names.info(parameter)
+            raise ValueError(
+                f"the model of {info.name if info else 'a parameter'} was prepared with another strategy. "
+                "Give fleet.distributed_model and fleet.distributed_optimizer the same one."
+            )
+
+
+def _require_scheduler_of(optimizer: Optimizer, scheduler: Any) -> None:
+    if scheduler is None:
+        return
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise TypeError(
+            "ReduceLROnPlateau needs a metric at each step, which a window does not have. "
+            "Leave scheduler= out and call its step(metric) yourself."
+        )
+    if not callable(getattr(scheduler, "step", None)) or not hasattr(scheduler, "optimizer"):
+        raise TypeError(f"scheduler must be a torch lr scheduler, not a {type(scheduler).__name__}.")
+    if scheduler.optimizer is not optimizer:
+        raise ValueError(
+            "the scheduler was made for another optimizer. Make it for the one that you wrap: "
+            "opt = torch.optim.SGD(...); distributed_optimizer(opt, strategy, scheduler=StepLR(opt, ...))."
+        )
+
+
+def _require_positive(name: str, value: float | None) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
+        raise ValueError(f"{name} must be a number above 0, or None for no limit, not {value!r}.")
+
+
+def _require_scalar(loss: Any) -> None:
+    if not isinstance(loss, Tensor):
+        hint = " Losses with counts of their own go through fleetx.Step." if isinstance(loss, dict) else ""
+        raise TypeError(f"minimize takes the loss as a tensor, not a {type(loss).__name__}.{hint}")
+    if loss.numel() != 1:
+        raise ValueError(
+            f"the loss has shape {tuple(loss.shape)}, but minimize needs one number. Take its mean(), "
+            "or its sum() with gradient_merge_configs.avg=False."
+        )
+
+
+def _require_count(items: Any) -> None:
+    if isinstance(items, dict):
+        raise TypeError("minimize takes one count; a dict of counts needs fleetx.Step, which sees the whole window.")
+    if items is None or (isinstance(items, Tensor) and items.numel() == 1):
+        return
+    if isinstance(items, bool) or not isinstance(items, int | float) or not items >= 0:
+        raise ValueError(f"items must be a number of at least 0, not {items!r}.")
+
+
+def _listed(params: Any) -> list[Tensor]:
+    return [params] if isinstance(params, Tensor) else list(params)

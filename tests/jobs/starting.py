@@ -1,0 +1,30 @@
+"""Starts real jobs: worker processes under fleetrun, torchrun, or alone."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def start(script, *args, workers=1, launcher="fleetrun", timeout=180, env=None, check=True):
+    """Run `script` on `workers` processes; gives the completed process with its output as text."""
+    command = [sys.executable]
+    if launcher == "fleetrun":
+        command += ["-m", "fleetx.launch", "--nproc_per_node", str(workers)]
+    elif launcher == "torchrun":
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(workers)]
+    else:
+        assert workers == 1
+    done = subprocess.run(
+        [*command, str(script), *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(env or {})},
+    )
+    if check and done.returncode:
+        raise AssertionError(f"the job ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
+    return done
