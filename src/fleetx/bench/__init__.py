@@ -1,0 +1,1 @@
+"""Measurements: each writes its raw figures as JSON; tables and pictures are made from those files."""

@@ -1,0 +1,135 @@
+"""Gradient reduction against DistributedDataParallel, on the same job: same numbers, and at what speed.
+
+Run by each worker; `fleetx bench reduce` starts two.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from fleetx import fleet
+from fleetx.batch_step import Step
+from fleetx.bench.results import save_result
+from fleetx.bench.timing import interleaved, ratio
+
+BATCH, WIDTH, LAYERS = 64, 512, 16
+WINDOWS = (1, 4)
+
+
+class _Classifier(nn.Module):
+    """Enough layers and bytes that reduction has something to hide behind: 4.2 million parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for layer in self.layers:
+            inputs = functional.relu(layer(inputs))
+        return inputs
+
+
+def measure(*, rounds: int, calls: int) -> dict[str, Any]:
+    """Seconds per update of both, for windows of one and of four micro-batches."""
+    torch.manual_seed(fleet.worker_index())
+    batch = (torch.randn(BATCH, WIDTH), torch.randint(0, WIDTH, (BATCH,)))
+    cases = {}
+    for k_steps in WINDOWS:
+        rivals = {
+            "DistributedDataParallel": _by_ddp(batch, k_steps),
+            "Step": _by_step(batch, k_steps),
+            "minimize": _by_minimize(batch, k_steps),
+        }
+        seconds = interleaved(rivals, rounds=rounds, calls=calls)
+        cases[f"k_steps={k_steps}"] = {
+            "seconds": seconds,
+            "median_ms": {name: 1e3 * statistics.median(values) for name, values in seconds.items()},
+            "speed_against_ddp": {
+                name: ratio(seconds, name, "DistributedDataParallel") for name in ("Step", "minimize")
+            },
+        }
+    return {
+        "what": f"{LAYERS} linear layers of width {WIDTH}, batch {BATCH} per worker, SGD with momentum, fp32, gloo, "
+        f"{fleet.worker_num()} workers of one thread; every loop clips and reports the gradient norm",
+        "cases": cases,
+    }
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(1)
+    return _Classifier()
+
+
+def _sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def _strategy(k_steps: int) -> fleet.DistributedStrategy:
+    return fleet.DistributedStrategy(gradient_merge=True, gradient_merge_configs={"k_steps": k_steps})
+
+
+def _pieces(batch: Any, k_steps: int) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(batch[0].chunk(k_steps), batch[1].chunk(k_steps), strict=True))
+
+
+def _by_ddp(batch: Any, k_steps: int) -> Callable[[], object]:
+    model = DistributedDataParallel(_model())
+    optimizer = _sgd(model)
+
+    def run() -> float:
+        total = torch.zeros(())
+        for index, (inputs, labels) in enumerate(_pieces(batch, k_steps)):
+            model.require_backward_grad_sync = index == k_steps - 1  # what no_sync() sets
+            loss = functional.cross_entropy(model(inputs), labels) / k_steps
+            loss.backward()
+            total += loss.detach()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return total.item()
+
+    return run
+
+
+def _by_step(batch: Any, k_steps: int) -> Callable[[], object]:
+    model = _model()
+    step = Step(model, _sgd(model), functional.cross_entropy, _strategy(k_steps), clip_norm=1.0)
+    return lambda: step(batch).loss.item()
+
+
+def _by_minimize(batch: Any, k_steps: int) -> Callable[[], object]:
+    strategy = _strategy(k_steps)
+    model = fleet.distributed_model(_model(), strategy)
+    optimizer = fleet.distributed_optimizer(_sgd(model), strategy, clip_norm=1.0)
+
+    def run() -> float:
+        for inputs, labels in _pieces(batch, k_steps):
+            out = optimizer.minimize(functional.cross_entropy(model(inputs), labels))
+        return out.loss.item()
+
+    return run
+
+
+def main() -> None:
+    """What each worker runs."""
+    parser = argparse.ArgumentParser(prog="python -m fleetx.bench.reduce", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--calls", type=int, default=10)
+    options = parser.parse_args()
+    fleet.init()
+    torch.set_num_threads(1)
+    figures = measure(rounds=options.rounds, calls=options.calls)
+    if fleet.is_first_worker():
+        save_result("reduce", figures, options.out)
+
+
+if __name__ == "__main__":
+    main()

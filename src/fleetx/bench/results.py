@@ -1,0 +1,50 @@
+"""Saved measurements: every raw figure, with the machine, the versions and the command that made it."""
+
+import json
+import os
+import platform
+import shlex
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fleetx.version import __version__
+
+FOLDER = Path("benchmarks/results")
+
+
+def save_result(name: str, figures: dict[str, Any], folder: Path = FOLDER) -> Path:
+    """Write `name.json` into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    result = {
+        "name": name,
+        "taken": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join([Path(sys.argv[0]).name, *map(shlex.quote, sys.argv[1:])]),
+        "machine": describe_machine(),
+        "versions": {"fleetx": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        **figures,
+    }
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def describe_machine() -> dict[str, Any]:
+    """What a reader needs to know to judge a figure."""
+    machine: dict[str, Any] = {"cpu": _cpu_name(), "cores": os.cpu_count(), "system": platform.system()}
+    if torch.cuda.is_available():
+        machine["gpu"] = torch.cuda.get_device_name()
+        machine["cuda"] = torch.version.cuda
+    return machine
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,1 @@
+"""fleetrun: starts the workers of a job, on torch's elastic agent."""

@@ -1,0 +1,34 @@
+"""The `fleetrun` command; also `python -m fleetx.launch`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fleetx.launch.run import launch
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Start the workers and exit as they do."""
+    parser = argparse.ArgumentParser(
+        prog="fleetrun",
+        description="Start a training script on several worker processes of this machine.",
+        epilog="example: fleetrun --nproc_per_node 2 train.py --lr 0.1",
+    )
+    parser.add_argument("--nproc_per_node", type=_count, default=1, metavar="N", help="worker processes to start (1)")
+    parser.add_argument("script", help="the Python script that each worker runs")
+    parser.add_argument("script_args", nargs=argparse.REMAINDER, help="arguments of the script")
+    options = parser.parse_args(arguments)
+    if not Path(options.script).is_file():
+        parser.error(f"the script {options.script!r} does not exist (looked in {Path.cwd()}).")
+    sys.exit(launch([options.script, *options.script_args], workers=options.nproc_per_node))
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
+    return int(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Pictures and tables, drawn from saved results."""
