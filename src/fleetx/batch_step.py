@@ -30,9 +30,10 @@ class Step:
     a count, or for a dict of losses a dict of counts. Counts are summed over the whole window and all workers
     first, so that the update is the big batch's however tokens are spread.
 
-    >>> model = nn.Linear(4, 2)
+    >>> import torch
+    >>> model = torch.nn.Linear(4, 2)
     >>> strategy = DistributedStrategy(gradient_merge=True, gradient_merge_configs={"k_steps": 4})
-    >>> step = Step(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.cross_entropy, strategy)
+    >>> step = Step(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.functional.cross_entropy, strategy)
     >>> out = step((torch.randn(64, 4), torch.randint(0, 2, (64,))))
     >>> out.updated, out.samples
     (True, 64)

@@ -53,7 +53,7 @@ class _Region:
         self._open.append((region, self._lower_weights(module)))
         return args, kwargs
 
-    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def leave(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> Any:
         if not self._open:  # entering failed: there is nothing to undo
             return output
         region, originals = self._open.pop()
@@ -102,9 +102,7 @@ def apply_precision(model: nn.Module, configs: AmpConfigs) -> None:
         _Region(autocast=None, inputs=low, weights=low, weights_kept=raised).install(module)
 
 
-def _lower_parameters(
-    model: nn.Module, low: torch.dtype, kept: list[nn.Module], forced: list[nn.Module]
-) -> None:
+def _lower_parameters(model: nn.Module, low: torch.dtype, kept: list[nn.Module], forced: list[nn.Module]) -> None:
     """Cast weights in place, so that optimizers made before keep pointing at them.
 
     BatchNorm stays in fp32: its kernels take low-precision inputs, and its running statistics would stall.

@@ -30,7 +30,12 @@ class LossScaler:
         decr_ratio: float = 0.8,
         use_dynamic_loss_scaling: bool = True,
     ) -> None:
-        _require(init_loss_scaling >= 1 and math.isfinite(init_loss_scaling), "init_loss_scaling", ">= 1", init_loss_scaling)
+        _require(
+            init_loss_scaling >= 1 and math.isfinite(init_loss_scaling),
+            "init_loss_scaling",
+            ">= 1",
+            init_loss_scaling,
+        )
         _require(incr_every_n_steps >= 1, "incr_every_n_steps", ">= 1", incr_every_n_steps)
         _require(decr_every_n_nan_or_inf >= 1, "decr_every_n_nan_or_inf", ">= 1", decr_every_n_nan_or_inf)
         _require(incr_ratio > 1, "incr_ratio", "> 1", incr_ratio)

@@ -9,9 +9,7 @@ from collections.abc import Hashable, Sequence
 MIB = 2**20
 
 
-def lay_out(
-    sizes: Sequence[int], kinds: Sequence[Hashable], *, limit: int, last_limit: int
-) -> list[list[int]]:
+def lay_out(sizes: Sequence[int], kinds: Sequence[Hashable], *, limit: int, last_limit: int) -> list[list[int]]:
     """Group items, given in the order in which they become ready, into buckets of at most `limit` bytes.
 
     Items of different `kinds` (dtype and device) never share a bucket. An item larger than the limit has a

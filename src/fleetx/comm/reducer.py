@@ -5,7 +5,7 @@ gradients the last bucket carries a few numbers (loss, weights) and one flag per
 costs no further message: a parameter that no worker used keeps `grad = None`, exactly as in a plain run.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -64,7 +64,7 @@ class Reducer:
         return len(self._buckets)
 
     @contextmanager
-    def overlapping(self, extras: Sequence[Tensor | float], prescale: float | Tensor = 1.0) -> Iterator[None]:
+    def overlapping(self, extras: Sequence[Tensor | float], prescale: float | Tensor = 1.0) -> Generator[None]:
         """Around the backward that ends a window: each bucket leaves as soon as it is complete.
 
         The hooks live only here, so any other backward, of ours or of the user's, is left alone.
@@ -108,10 +108,7 @@ class Reducer:
         order = list(reversed(range(len(self.parameters))))
         dtypes = [_merge_dtype(self.parameters[index]) for index in order]
         kinds = [(self.parameters[index].device, dtype) for index, dtype in zip(order, dtypes, strict=True)]
-        sizes = [
-            self.parameters[index].numel() * dtype.itemsize
-            for index, dtype in zip(order, dtypes, strict=True)
-        ]
+        sizes = [self.parameters[index].numel() * dtype.itemsize for index, dtype in zip(order, dtypes, strict=True)]
         limit = int(self.settings.bucket_mib * MIB) if self.settings.fuse else 0
         last_limit = int(self.settings.last_bucket_mib * MIB) if self.settings.fuse else 0
         groups = lay_out(sizes, kinds, limit=limit, last_limit=last_limit)

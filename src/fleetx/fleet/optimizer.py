@@ -277,7 +277,9 @@ def _require_prepared(optimizer: Optimizer, strategy: DistributedStrategy) -> No
             "fleet.distributed_model. Call model = fleet.distributed_model(model, strategy) first, also for a loss "
             "with parameters of its own."
         )
-    for parameter in parameters:
+    # A strategy serves many parameters, so each is compared once.
+    first_of = {id(strategy_of(parameter)): parameter for parameter in reversed(parameters)}
+    for parameter in first_of.values():
         if strategy_of(parameter) != strategy:
             info = names.info(parameter)
             raise ValueError(

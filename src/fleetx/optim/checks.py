@@ -1,0 +1,51 @@
+"""Checks of arguments: a message says the rule, the value and the remedy."""
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+
+def check_number(
+    name: str,
+    value: Any,
+    *,
+    at_least: float = 0.0,
+    above: float | None = None,
+    below: float | None = None,
+    usual: str,
+) -> None:
+    """Refuse what is not a finite number in the range; ``usual`` is the remedy: what people write there."""
+    low = f"above {above:g}" if above is not None else f"at least {at_least:g}"
+    rule = f"{name} must be a number {low}" + (f" and below {below:g}" if below is not None else "")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{rule}, got {value!r}: {usual}.")
+    too_low = value <= above if above is not None else value < at_least
+    if not math.isfinite(value) or too_low or (below is not None and value >= below):
+        raise ValueError(f"{rule}, got {value!r}: {usual}.")
+
+
+def check_count(name: str, value: Any, *, at_least: int = 1, usual: str) -> None:
+    """Refuse what is not a whole number of at least ``at_least``."""
+    rule = f"{name} must be a whole number of at least {at_least}, got {value!r}: {usual}."
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(rule)
+    if value < at_least:
+        raise ValueError(rule)
+
+
+def check_lr(value: Any) -> None:
+    """Refuse what is not a number or a tensor of one element, which is not read: it may be on a device."""
+    if not isinstance(value, Tensor):
+        check_number("lr", value, usual="give a number, or a tensor of one element")
+    elif value.numel() != 1:
+        raise ValueError(
+            f"lr must be one number, got a tensor of shape {tuple(value.shape)}: "
+            "give torch.tensor(0.1), and several rates as several parameter groups."
+        )
+
+
+def check_switch(name: str, value: Any) -> None:
+    """Refuse what is not True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}: write one of them.")

@@ -1,0 +1,134 @@
+"""Which parameters a list of patterns takes: plain rules over names and kinds, no tensors.
+
+A pattern takes a parameter if it is one of its kinds (``bias``, ``batch_norm``; Fleet's ``.b_0`` means
+``bias``), or if it fits its qualified name: the whole name when the pattern is a glob, any part of it
+otherwise, which is Fleet's rule. A pattern that takes nothing is an error, because nobody writes one on
+purpose; only a kind may take nothing, since one list of kinds serves many models.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from fleetx.names import ParameterInfo
+
+FLEET_ALIASES = {".b_0": "bias"}
+_GLOB_CHARACTERS = frozenset("*?[")
+
+
+class ExclusionRow(NamedTuple):
+    """One line of the overview: how many parameters a pattern took, and the first of them."""
+
+    pattern: str
+    count: int
+    examples: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """Who is excluded (one bool per parameter, in their order) and, per pattern, the names it took."""
+
+    mask: tuple[bool, ...]
+    taken: Mapping[str, tuple[str, ...]]
+
+    def rows(self, examples: int = 3) -> list[ExclusionRow]:
+        """One row per pattern, in the order the patterns were given."""
+        return [ExclusionRow(pattern, len(took), took[:examples]) for pattern, took in self.taken.items()]
+
+
+def exclude(
+    patterns: Sequence[str],
+    parameters: "Sequence[ParameterInfo | None]",
+    *,
+    known_kinds: Collection[str],
+    setting: str = "exclude_from_weight_decay",
+) -> Exclusion:
+    """Decide who is excluded; None stands for a parameter nobody named, ``setting`` is named in errors."""
+    check_patterns(patterns, setting)
+    if not patterns:
+        return Exclusion((False,) * len(parameters), {})
+    named = _all_named(patterns, parameters, setting)
+    taken = {}
+    for pattern in patterns:
+        taken[pattern] = tuple(parameter.name for parameter in named if takes(pattern, parameter))
+        if not taken[pattern]:
+            _explain_nothing_taken(pattern, named, known_kinds, setting)
+    mask = tuple(any(takes(pattern, parameter) for pattern in patterns) for parameter in named)
+    return Exclusion(mask, taken)
+
+
+def takes(pattern: str, parameter: "ParameterInfo") -> bool:
+    """Whether one pattern takes one parameter."""
+    if FLEET_ALIASES.get(pattern, pattern) in parameter.kinds:
+        return True
+    if _GLOB_CHARACTERS.intersection(pattern):
+        return fnmatchcase(parameter.name, pattern)
+    return pattern in parameter.name
+
+
+def check_patterns(patterns: Sequence[str], setting: str) -> None:
+    """Refuse anything but a list of non-empty strings."""
+    if isinstance(patterns, str) or not isinstance(patterns, Sequence):
+        raise TypeError(f'{setting} must be a list of patterns, got {patterns!r}: write it as ["bias", "norm"].')
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(f"{setting} must hold strings, got {pattern!r}: write a name, a glob or a kind.")
+        if not pattern:
+            raise ValueError(f'{setting} holds an empty pattern, which every name contains: write "*" to mean all.')
+
+
+def _all_named(
+    patterns: Sequence[str], parameters: "Sequence[ParameterInfo | None]", setting: str
+) -> "list[ParameterInfo]":
+    named = [parameter for parameter in parameters if parameter is not None]
+    if missing := len(parameters) - len(named):
+        raise ValueError(
+            f"{setting}={list(patterns)!r} speaks of names, and {missing} of {len(parameters)} parameters "
+            "have none: give the optimizer model.named_parameters() instead of model.parameters(), or call "
+            "fleetx.names.record(model) before (fleet.distributed_model does it)."
+        )
+    return named
+
+
+def _explain_nothing_taken(
+    pattern: str, named: "Sequence[ParameterInfo]", known_kinds: Collection[str], setting: str
+) -> None:
+    """Return for a kind the model does not have; raise for anything else."""
+    kind = FLEET_ALIASES.get(pattern, pattern)
+    if kind in known_kinds:
+        if named and not any(parameter.kinds_known for parameter in named):
+            raise ValueError(
+                f"{setting}: {pattern!r} is a kind of parameter, and only names were given, so no kind is "
+                "known: call fleetx.names.record(model) before building the optimizer "
+                "(fleet.distributed_model does it)."
+            )
+        return
+    nearest = ", ".join(_nearest(pattern, [parameter.name for parameter in named]))
+    raise ValueError(
+        f"{setting}: {pattern!r} matches no parameter. A pattern is a part of a name, a glob over the whole "
+        f"name, or a kind ({', '.join(known_kinds)}). The nearest names are: {nearest}. "
+        "Correct the pattern or remove it."
+    )
+
+
+def _nearest(pattern: str, names: Sequence[str], count: int = 3) -> list[str]:
+    """The names with the most similar run of as many dotted parts as the pattern has."""
+    matcher = SequenceMatcher(b=pattern)  # b is the side difflib prepares once
+
+    def likeness(text: str) -> float:
+        matcher.set_seq1(text)
+        return matcher.ratio()
+
+    def score(name: str) -> float:
+        return max(likeness(run) for run in _runs(name, pattern.count(".") + 1))
+
+    return sorted(names, key=score, reverse=True)[:count]
+
+
+def _runs(name: str, length: int) -> Iterator[str]:
+    parts = name.split(".")
+    for start in range(max(1, len(parts) - length + 1)):
+        yield ".".join(parts[start : start + length])

@@ -1,0 +1,41 @@
+"""What a parameter group says of its parameters: their names, and the precision they are updated in."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fleetx import names
+from fleetx.names import ParameterInfo
+
+Group = dict[str, Any]
+State = dict[str, Tensor]
+
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+DTYPES = (*LOW_PRECISION, torch.float32, torch.float64)
+
+
+def working_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype of a parameter's state and arithmetic: fp32 for low precision, else its own."""
+    return torch.float32 if parameter.dtype in LOW_PRECISION else parameter.dtype
+
+
+def infos(groups: Sequence[Group]) -> list[ParameterInfo | None]:
+    """Name and kinds of every parameter of the groups, None where nothing is known."""
+    return [_info(group, index) for group in groups for index in range(len(group["params"]))]
+
+
+def call_it(group: Group, index: int) -> str:
+    """How an error calls a parameter: by its name if it has one."""
+    known = _info(group, index)
+    return repr(known.name) if known else f"parameter {index} of its group"
+
+
+def _info(group: Group, index: int) -> ParameterInfo | None:
+    recorded = names.info(group["params"][index])
+    if "param_names" not in group:
+        return recorded
+    given = group["param_names"][index]  # what the user called it now comes before what was recorded
+    return replace(recorded, name=given) if recorded else ParameterInfo(given)

@@ -1,0 +1,135 @@
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from fleetx import fleet
+from fleetx.amp import apply_precision
+from fleetx.strategy import AmpConfigs
+
+
+class Probe(nn.Module):
+    """Notes the dtypes that arrive at it and leave it."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.seen = []
+
+    def forward(self, x):
+        y = self.inner(x)
+        self.seen.append((x.dtype, y.dtype))
+        return y
+
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        Probe(nn.Linear(4, 4)), Probe(nn.LayerNorm(4)), Probe(nn.Linear(4, 4)), Probe(nn.BatchNorm1d(4))
+    )
+
+
+def run(model, **configs):
+    apply_precision(model, AmpConfigs(**configs))
+    output = model(torch.randn(3, 4))
+    return output, [module.seen[-1] for module in model]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_inside_and_fp32_outside(dtype):
+    output, seen = run(make(), dtype=str(dtype).removeprefix("torch."))
+    assert output.dtype == torch.float32
+    assert seen[0] == (torch.float32, dtype)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_the_black_list_keeps_modules_out_of_low_precision():
+    _, seen = run(make(), dtype="bfloat16", custom_black_list=["2.inner"])
+    assert seen[0][1] == torch.bfloat16
+    assert seen[2][1] == torch.float32
+
+
+def test_the_white_list_forces_modules_into_low_precision_and_trains_their_fp32_weights():
+    model = make()
+    output, seen = run(model, dtype="bfloat16", custom_white_list=["1"])
+    assert seen[1] == (torch.bfloat16, torch.bfloat16)
+    output.square().sum().backward()
+    norm = model[1].inner
+    assert isinstance(norm.weight, nn.Parameter)
+    assert norm.weight.dtype == norm.weight.grad.dtype == torch.float32
+    assert norm.weight.grad.abs().sum() > 0
+
+
+def test_a_black_part_of_a_white_module_keeps_its_precision():
+    _, seen = run(make(), dtype="bfloat16", custom_white_list=["1", "2"], custom_black_list=["1.inner"])
+    assert seen[1][1] == torch.float32
+    assert seen[2] == (torch.bfloat16, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("mode", "dtype"), [("use_pure_fp16", torch.float16), ("use_pure_bf16", torch.bfloat16)])
+def test_pure_modes_cast_the_weights_except_batch_norm(mode, dtype):
+    model = make()
+    weights = list(model.parameters())
+    output, seen = run(model, **{mode: True}, custom_black_list=["2"])
+    assert output.dtype == torch.float32
+    assert [seen[0], seen[1], seen[2]] == [(dtype, dtype), (dtype, dtype), (torch.float32, torch.float32)]
+    assert model[3].inner.running_mean.dtype == torch.float32
+    assert all(a is b for a, b in zip(weights, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["softmax", "matmul", "layer_norm", "no.such.module"])
+@pytest.mark.parametrize("setting", ["custom_white_list", "custom_black_list"])
+def test_operators_and_unknown_modules_are_refused(setting, name):
+    with pytest.raises(ValueError, match=rf"{setting} names modules.*{name}.*no public lists of operators"):
+        apply_precision(make(), AmpConfigs(**{setting: [name]}))
+
+
+def test_an_exception_inside_leaves_no_autocast_behind():
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            raise RuntimeError("broken")
+
+    model = nn.Sequential(Broken())
+    apply_precision(model, AmpConfigs(dtype="bfloat16", custom_white_list=["0"]))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="broken"):
+            model(torch.ones(1))
+        assert not torch.is_autocast_enabled("cpu")
+        assert isinstance(model[0].weight, nn.Parameter)
+
+
+def test_a_prepared_model_can_be_copied_and_pickled():
+    strategy = fleet.DistributedStrategy(amp=True, amp_configs={"dtype": "bfloat16", "custom_white_list": ["1"]})
+    model = fleet.distributed_model(make(), strategy)
+    x = torch.randn(3, 4)
+    model.eval()
+    expected = model(x)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(x), expected)
+
+
+def test_outputs_keep_their_classes():
+    from collections import OrderedDict
+
+    class Answer(OrderedDict):
+        pass
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x):
+            return Answer(scores=self.linear(x), count=3)
+
+    model = Model()
+    apply_precision(model, AmpConfigs(dtype="bfloat16"))
+    answer = model(torch.ones(1, 2))
+    assert isinstance(answer, Answer)
+    assert (answer["scores"].dtype, answer["count"]) == (torch.float32, 3)

@@ -1,0 +1,382 @@
+"""The guide's loop on one worker: what a window holds, and when it updates."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from fleetx import LossScaler, NonFiniteError, fleet
+from tests import plain
+
+K = 4
+
+
+def prepare(net, k_steps=K, avg=True, lr=0.1, scheduler=None, make=None, **options):
+    strategy = fleet.DistributedStrategy(
+        gradient_merge=k_steps > 1, gradient_merge_configs={"k_steps": k_steps, "avg": avg}
+    )
+    net = fleet.distributed_model(net, strategy)
+    inner = make(net) if make else torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
+    return net, fleet.distributed_optimizer(inner, strategy, scheduler and scheduler(inner), **options)
+
+
+def data(n=8, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(3, 6, generator=generator, dtype=torch.float64), torch.randint(0, 3, (3,), generator=generator))
+        for _ in range(n)
+    ]
+
+
+def weights(net):
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def assert_same(net, reference, exact=False):
+    for ours, theirs in zip(net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0 if exact else 1e-12, atol=0 if exact else 1e-12)
+
+
+def by_hand(losses, updates, make=lambda net: torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)):
+    """Bare torch: each update differentiates the mean of its losses; `losses(net)` gives functions."""
+    net = plain.make_net()
+    optimizer = make(net)
+    for micros in updates:
+        net.zero_grad()
+        (sum(losses(net, micro) for micro in micros) / len(micros)).backward()
+        optimizer.step()
+    return net
+
+
+def test_the_kth_call_updates_and_says_so():
+    net, optimizer = prepare(plain.make_net())
+    before = weights(net)
+    outs = []
+    for number, micro in enumerate(data(8)):
+        outs.append(optimizer.minimize(plain.mean_loss(net, micro)))
+        moved = any(not torch.equal(a, b) for a, b in zip(before, weights(net), strict=True))
+        assert moved == (number >= K - 1)
+    assert [bool(out) for out in outs] == [False, False, False, True] * 2
+    assert [out.closed for out in outs] == [False, False, False, True] * 2
+    micros = data(8)
+    assert_same(net, by_hand(plain.mean_loss, [micros[:4], micros[4:]]))
+    assert "window still open" in repr(outs[0])
+    assert "updated" in repr(outs[3])
+
+
+def test_without_merge_it_is_bit_equal_to_torch():
+    net, optimizer = prepare(plain.make_net(), k_steps=1)
+    for micro in data(5):
+        optimizer.minimize(plain.mean_loss(net, micro))
+    assert_same(net, by_hand(plain.mean_loss, [[micro] for micro in data(5)]), exact=True)
+
+
+def test_an_eval_forward_in_mid_window_changes_nothing():
+    net, optimizer = prepare(plain.make_net())
+    for micro in data(4):
+        optimizer.minimize(plain.mean_loss(net, micro))
+        net.eval()
+        with torch.no_grad():
+            net(micro[0])
+        net(micro[0])  # and one that builds a graph that nobody uses
+        net.train()
+    assert_same(net, by_hand(plain.mean_loss, [data(4)]))
+
+
+def test_two_forwards_and_one_backward():
+    def contrast(net, micro):
+        return (net(micro[0]) - net(micro[0].flip(0))).square().mean()
+
+    net, optimizer = prepare(plain.make_net())
+    for micro in data(4):
+        optimizer.minimize(contrast(net, micro))
+    assert_same(net, by_hand(contrast, [data(4)]))
+
+
+def test_two_backwards_of_one_forward_are_two_micro_batches():
+    net, optimizer = prepare(plain.make_net(), k_steps=2)
+    (micro,) = data(1)
+    scores = net(micro[0])
+    assert not optimizer.minimize(functional.cross_entropy(scores, micro[1]), retain_graph=True)
+    assert optimizer.minimize(scores.square().mean())
+    losses = [lambda net: plain.mean_loss(net, micro), lambda net: net(micro[0]).square().mean()]
+    assert_same(net, by_hand(lambda net, loss: loss(net), [losses]))
+
+
+@pytest.mark.parametrize("held", [1, 3])
+def test_a_flush_averages_by_what_the_window_holds(held):
+    net, optimizer = prepare(plain.make_net())
+    for micro in data(held):
+        optimizer.minimize(plain.mean_loss(net, micro))
+    assert optimizer.flush().updated
+    assert optimizer.flush() is None
+    assert_same(net, by_hand(plain.mean_loss, [data(held)]))
+
+
+def test_a_flush_weighs_by_items():
+    net, optimizer = prepare(plain.make_net(), make=lambda net: torch.optim.SGD(net.parameters(), lr=0.1))
+    x, y = torch.cat([m[0] for m in data(3)]), torch.cat([m[1] for m in data(3)])
+    for piece in (slice(0, 1), slice(1, 1), slice(1, 9)):
+        optimizer.minimize(plain.mean_loss(net, (x[piece], y[piece])), items=piece.stop - piece.start)
+    out = optimizer.flush()
+    reference = by_hand(plain.mean_loss, [[(x, y)]], lambda net: torch.optim.SGD(net.parameters(), lr=0.1))
+    assert_same(net, reference)
+    assert out.loss.item() == pytest.approx(plain.mean_loss(plain.make_net(), (x, y)).item(), rel=1e-12)
+
+
+def test_sums_are_not_divided():
+    net, optimizer = prepare(plain.make_net(), avg=False)
+    for micro in data(4):
+        optimizer.minimize(plain.mean_loss(net, micro))
+    reference = plain.make_net()
+    sgd = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    sum(plain.mean_loss(reference, micro) for micro in data(4)).backward()
+    sgd.step()
+    assert_same(net, reference)
+
+
+def test_unused_and_frozen_parameters_are_left_alone():
+    net, optimizer = prepare(plain.make_net(), make=lambda n: torch.optim.AdamW(n.parameters(), weight_decay=0.5))
+    frozen, unused = net.frozen.weight.clone(), net.unused.clone()
+    for micro in data(8):
+        optimizer.minimize(plain.mean_loss(net, micro))
+    assert torch.equal(net.frozen.weight, frozen)
+    assert torch.equal(net.unused, unused)
+
+
+def test_a_parameter_used_in_some_micro_batches_only():
+    def sometimes(net, micro):
+        loss = plain.mean_loss(net, micro)
+        return loss + net.unused.sum() if micro[1][0] == 0 else loss
+
+    micros = data(8)
+    assert 0 < sum(bool(micro[1][0] == 0) for micro in micros) < 8
+    net, optimizer = prepare(plain.make_net())
+    for micro in micros:
+        optimizer.minimize(sometimes(net, micro))
+    assert_same(net, by_hand(sometimes, [micros[:4], micros[4:]]))
+
+
+def test_parameters_may_be_freed_between_windows():
+    net, optimizer = prepare(plain.make_net(), k_steps=2)
+    reference = plain.make_net()
+    sgd = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    for number in range(3):
+        if number == 1:
+            net.frozen.requires_grad_(True)
+            reference.frozen.requires_grad_(True)
+        micros = data(2, seed=number)
+        for micro in micros:
+            optimizer.minimize(plain.mean_loss(net, micro))
+        reference.zero_grad()
+        (sum(plain.mean_loss(reference, micro) for micro in micros) / 2).backward()
+        sgd.step()
+    assert_same(net, reference)
+
+
+def test_the_schedule_counts_windows_skipped_ones_included():
+    net, optimizer = prepare(
+        plain.make_net(), k_steps=2, lr=1.0, scheduler=lambda sgd: torch.optim.lr_scheduler.StepLR(sgd, 1, gamma=0.5)
+    )
+    lrs = []
+    for number, micro in enumerate(data(8)):
+        factor = float("nan") if number == 0 else 1.0
+        out = optimizer.minimize(plain.mean_loss(net, micro) * factor)
+        if out.closed:
+            lrs.append((out.lr, out.skipped))
+    assert lrs == [(1.0, True), (0.5, False), (0.25, False), (0.125, False)]
+
+
+def test_a_torch_scheduler_may_also_be_made_for_the_distributed_optimizer():
+    net, optimizer = prepare(plain.make_net(), k_steps=1, lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+    for micro in data(2):
+        optimizer.minimize(plain.mean_loss(net, micro))
+        optimizer._opt_called = True
+        schedule.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+def test_gradients_are_merged_in_fp32_and_masters_moved_for_bf16_weights():
+    torch.manual_seed(0)
+    net, optimizer = prepare(
+        nn.Linear(4, 1, bias=False).bfloat16(), k_steps=2, make=lambda n: torch.optim.SGD(n.parameters(), lr=1e-4)
+    )
+    start = net.weight.detach().clone()
+    for _ in range(200):
+        optimizer.minimize(net(torch.ones(1, 4, dtype=torch.bfloat16)).float().sum())
+    assert net.weight.grad.dtype == torch.float32
+    (master,) = optimizer.param_groups[0]["params"]
+    torch.testing.assert_close(master, start.float() - 100 * 1e-4, rtol=0, atol=1e-5)
+    assert torch.equal(net.weight, master.bfloat16())
+
+
+def test_the_loss_scale_is_invisible_to_the_weights():
+    """fp64 with scaling switched on by hand: the scale must cancel exactly (it is a power of two)."""
+    net, optimizer = prepare(plain.make_net(), clip_norm=0.3)
+    optimizer.engine.scaler = LossScaler(2.0**14)
+    plain_net, plain_optimizer = prepare(plain.make_net(), clip_norm=0.3)
+    for micro in data(8):
+        scaled = optimizer.minimize(plain.mean_loss(net, micro))
+        unscaled = plain_optimizer.minimize(plain.mean_loss(plain_net, micro))
+    assert_same(net, plain_net, exact=True)
+    assert torch.equal(scaled.grad_norm, unscaled.grad_norm)
+    assert torch.equal(scaled.loss, unscaled.loss)
+    assert (scaled.loss_scale, unscaled.loss_scale) == (2.0**14, 1.0)
+
+
+def test_an_odd_scale_is_undone_to_the_last_digits():
+    net, optimizer = prepare(plain.make_net())
+    optimizer.engine.scaler = LossScaler(52428.8)
+    for micro in data(8):
+        optimizer.minimize(plain.mean_loss(net, micro))
+    assert_same(net, by_hand(plain.mean_loss, [data(8)[:4], data(8)[4:]]))
+
+
+def test_a_run_of_nan_losses_stops_and_says_what_to_do():
+    net, optimizer = prepare(plain.make_net(), k_steps=1, nonfinite_limit=3)
+    before = weights(net)
+    (micro,) = data(1)
+    optimizer.minimize(plain.mean_loss(net, micro) * float("nan"))
+    optimizer.minimize(plain.mean_loss(net, micro) * float("nan"))
+    optimizer.minimize(plain.mean_loss(net, micro) * 0)  # one good window in between starts the count anew
+    for _ in range(2):
+        assert optimizer.minimize(plain.mean_loss(net, micro) * float("nan")).skipped
+    with pytest.raises(NonFiniteError, match=r"in 3 windows in a row \(5 in all\).*learning rate.*nonfinite_limit"):
+        optimizer.minimize(plain.mean_loss(net, micro) * float("nan"))
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(net), strict=True))
+
+
+class OverflowsAbove(torch.autograd.Function):
+    """Gradients above a limit become infinite, as in fp16."""
+
+    @staticmethod
+    def forward(ctx, x, limit):
+        ctx.limit = limit
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.where(grad.abs() > ctx.limit, float("inf"), grad), None
+
+
+def test_a_falling_loss_scale_is_no_reason_to_stop():
+    net, optimizer = prepare(plain.make_net(), k_steps=1, nonfinite_limit=2)
+    optimizer.engine.scaler = LossScaler(1024.0, decr_every_n_nan_or_inf=1, decr_ratio=0.5)
+    (micro,) = data(1)
+    outs = [optimizer.minimize(OverflowsAbove.apply(plain.mean_loss(net, micro), 100.0)) for _ in range(6)]
+    assert [(out.loss_scale, out.skipped) for out in outs] == [
+        (1024.0, True),
+        (512.0, True),
+        (256.0, True),
+        (128.0, True),
+        (64.0, False),
+        (64.0, False),
+    ]
+
+
+def test_overflows_at_the_smallest_scale_do_stop():
+    net, optimizer = prepare(plain.make_net(), k_steps=1, nonfinite_limit=2)
+    optimizer.engine.scaler = LossScaler(1.0)
+    (micro,) = data(1)
+    optimizer.minimize(OverflowsAbove.apply(plain.mean_loss(net, micro), 0.1))
+    with pytest.raises(NonFiniteError, match="in 2 windows in a row"):
+        optimizer.minimize(OverflowsAbove.apply(plain.mean_loss(net, micro), 0.1))
+
+
+def test_a_failing_backward_discards_the_window_and_the_next_one_is_clean():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise RuntimeError("no gradient today")
+
+    net, optimizer = prepare(plain.make_net())
+    micros = data(5)
+    optimizer.minimize(plain.mean_loss(net, micros[4]))
+    with pytest.raises(RuntimeError, match="no gradient today") as caught:
+        optimizer.minimize(Fails.apply(plain.mean_loss(net, micros[0])))
+    assert "discarded with its 2 micro-batches" in caught.value.__notes__[0]
+    for micro in micros[:4]:
+        optimizer.minimize(plain.mean_loss(net, micro))
+    assert_same(net, by_hand(plain.mean_loss, [micros[:4]]))
+
+
+def test_discard_drops_the_window():
+    net, optimizer = prepare(plain.make_net())
+    optimizer.minimize(plain.mean_loss(net, data(1, seed=9)[0]))
+    optimizer.discard()
+    assert optimizer.micro_batches_held == 0
+    for micro in data(4):
+        optimizer.minimize(plain.mean_loss(net, micro))
+    assert_same(net, by_hand(plain.mean_loss, [data(4)]))
+
+
+def test_groups_can_be_added_between_windows():
+    net, optimizer = prepare(plain.make_net(), k_steps=1, make=lambda n: torch.optim.SGD(n.head.parameters(), lr=0.1))
+    (micro,) = data(1)
+    optimizer.minimize(plain.mean_loss(net, micro))
+    optimizer.add_param_group({"params": list(net.first.parameters()), "lr": 0.5})
+    before = net.first.weight.clone()
+    optimizer.minimize(plain.mean_loss(net, micro))
+    assert not torch.equal(before, net.first.weight)
+
+
+def test_a_window_in_progress_is_not_loaded_by_another_worker():
+    net, optimizer = prepare(plain.make_net())
+    optimizer.minimize(plain.mean_loss(net, data(1)[0]))
+    state = optimizer.state_dict()
+    state["fleetx"]["window"]["rank"] = 3
+    with pytest.raises(ValueError, match=r"worker 3 of 1 saved it, worker 0 of 1 loads it.*flush"):
+        optimizer.load_state_dict(state)
+
+
+# Errors ----------------------------------------------------------------------------------------------------
+
+
+def test_misuse_is_explained():
+    net, optimizer = prepare(plain.make_net())
+    (micro,) = data(1)
+    loss = plain.mean_loss(net, micro)
+    with pytest.raises(RuntimeError, match=r"optimizer.minimize\(loss\) in place of loss.backward"):
+        optimizer.step()
+    with pytest.raises(TypeError, match=r"not a float"):
+        optimizer.minimize(3.0)
+    with pytest.raises(TypeError, match=r"fleetx.Step"):
+        optimizer.minimize({"a": loss})
+    with pytest.raises(TypeError, match=r"dict of counts needs fleetx.Step"):
+        optimizer.minimize(loss, items={"a": 1})
+    with pytest.raises(ValueError, match=r"shape \(3, 3\).*mean"):
+        optimizer.minimize(net(micro[0]))
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        optimizer.minimize(loss.detach())
+    for wrong in (-1, True, "many", float("nan")):
+        with pytest.raises(ValueError, match="items must be a number of at least 0"):
+            optimizer.minimize(loss, items=wrong)
+    optimizer.zero_grad()
+    optimizer.minimize(loss)
+    with pytest.raises(RuntimeError, match=r"would lose 1 merged micro-batches.*discard"):
+        optimizer.zero_grad()
+    with pytest.raises(ValueError, match="all micro-batches of a window or for none"):
+        optimizer.minimize(plain.mean_loss(net, micro), items=3)
+    with pytest.raises(RuntimeError, match="flush"):
+        optimizer.add_param_group({"params": []})
+
+
+def test_sums_and_items_exclude_each_other():
+    net, optimizer = prepare(plain.make_net(), avg=False)
+    with pytest.raises(ValueError, match="avg=False adds them up"):
+        optimizer.minimize(plain.mean_loss(net, data(1)[0]), items=3)
+
+
+def test_state_of_another_strategy_is_refused():
+    _, optimizer = prepare(plain.make_net())
+    state = optimizer.state_dict()
+    _, other = prepare(plain.make_net(), scheduler=lambda sgd: torch.optim.lr_scheduler.StepLR(sgd, 1))
+    with pytest.raises(ValueError, match="has a scheduler and the state dict has not"):
+        other.load_state_dict(state)
+    with pytest.raises(ValueError, match="saved by a plain optimizer"):
+        optimizer.load_state_dict(torch.optim.SGD(plain.make_net().parameters(), lr=0.1).state_dict())

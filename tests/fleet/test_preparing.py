@@ -1,0 +1,185 @@
+"""`distributed_model`, `distributed_optimizer` and `init`: what they accept, and how they say no."""
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fleetx import fleet, notices
+from tests import plain
+
+
+@pytest.fixture
+def said(caplog, monkeypatch):
+    """What is told once, told again in this test."""
+    monkeypatch.setattr(notices, "_told", set())
+    caplog.set_level(logging.INFO, logger="fleetx")
+    return caplog
+
+
+def sgd(model, **options):
+    return torch.optim.SGD(model.parameters(), **{"lr": 0.1, "momentum": 0.9, **options})
+
+
+def prepared(strategy=None, net=None):
+    return fleet.distributed_model(net or plain.make_net(), strategy)
+
+
+def test_the_model_stays_itself():
+    net = plain.make_net()
+    keys = list(net.state_dict())
+    assert fleet.distributed_model(net) is net
+    assert list(net.state_dict()) == keys
+
+
+def test_a_strategy_in_use_is_frozen():
+    strategy = fleet.DistributedStrategy()
+    prepared(strategy)
+    with pytest.raises(TypeError, match=r"in use by fleet.distributed_model.*strategy.copy\(\)"):
+        strategy.amp = True
+
+
+def test_lars_and_lamb_take_the_wrapped_ones_place_and_share_its_groups():
+    for name, inner in (
+        ("lars", sgd),
+        ("lamb", lambda net: torch.optim.AdamW(net.parameters(), lr=0.3)),
+    ):
+        strategy = fleet.DistributedStrategy(**{name: True})
+        net = prepared(strategy)
+        wrapped = inner(net)
+        optimizer = fleet.distributed_optimizer(wrapped, strategy)
+        assert type(optimizer.inner).__name__.lower() == name
+        assert optimizer.param_groups[0] is wrapped.param_groups[0]
+        wrapped.param_groups[0]["lr"] = 7.0
+        assert optimizer.engine.updater.lr == 7.0
+
+
+def test_the_overview_counts_what_was_excluded():
+    strategy = fleet.DistributedStrategy(
+        lars=True, lars_configs={"exclude_from_weight_decay": ["layer_norm", ".b_0", "batch_norm"]}
+    )
+    optimizer = fleet.distributed_optimizer(sgd(prepared(strategy)), strategy)
+    text = optimizer.overview()
+    assert "lars=True <-> lars_configs" in text
+    assert "layer_norm: 2 parameters, .b_0: 4 parameters, batch_norm: 0 parameters" in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "inner", "message"),
+    [
+        ({"lars": True}, lambda n: torch.optim.Adam(n.parameters()), "SGD"),
+        ({"lamb": True}, sgd, "Adam"),
+        ({"lars": True}, lambda n: sgd(n, weight_decay=0.1), "weight_decay"),
+        (
+            {"lars": True, "lars_configs": {"exclude_from_weight_decay": ["nrom"]}},
+            sgd,
+            r"(?s)nrom.*norm",
+        ),
+        ({"recompute": True, "recompute_configs": {"checkpoints": ["first"]}}, sgd, "recompute"),
+        ({"lars": True, "lamb": True}, sgd, "(?s)lars.*lamb"),
+    ],
+)
+def test_what_a_strategy_cannot_do_raises(settings, inner, message):
+    strategy = fleet.DistributedStrategy(**settings)
+    with pytest.raises((ValueError, TypeError), match=message):
+        fleet.distributed_optimizer(inner(prepared(strategy)), strategy)
+
+
+def test_every_unbuilt_feature_is_named_when_used():
+    from fleetx.strategy import UNBUILT
+
+    for name in UNBUILT:
+        strategy = fleet.DistributedStrategy(**{name: True})
+        if name == "recompute":
+            strategy.recompute_configs = {"checkpoints": ["first"]}
+        with pytest.raises(ValueError, match=name):
+            prepared(strategy)
+
+
+def test_misuse_is_explained():
+    net = plain.make_net()
+    with pytest.raises(TypeError, match="takes an nn.Module, not a list"):
+        fleet.distributed_model([net])
+    with pytest.raises(TypeError, match="must be a fleet.DistributedStrategy, not a dict"):
+        fleet.distributed_model(net, {"amp": True})
+    with pytest.raises(ValueError, match=r"9 of the optimizer's 9 parameters.*Call model = fleet.distributed_model"):
+        fleet.distributed_optimizer(sgd(net))
+    fleet.distributed_model(net)
+    with pytest.raises(ValueError, match="once is enough"):
+        fleet.distributed_model(net)
+    with pytest.raises(ValueError, match="the model of unused was prepared with another strategy"):
+        fleet.distributed_optimizer(sgd(net), fleet.DistributedStrategy(gradient_merge=True))
+    with pytest.raises(TypeError, match="takes a torch optimizer"):
+        fleet.distributed_optimizer(net)
+    optimizer = sgd(net)
+    with pytest.raises(ValueError, match="clip_norm must be a number above 0"):
+        fleet.distributed_optimizer(optimizer, clip_norm=-1.0)
+    with pytest.raises(ValueError, match="nonfinite_limit must be an int of at least 1"):
+        fleet.distributed_optimizer(optimizer, nonfinite_limit=0)
+    with pytest.raises(TypeError, match="torch lr scheduler, not a str"):
+        fleet.distributed_optimizer(optimizer, scheduler="cosine")
+    with pytest.raises(TypeError, match="ReduceLROnPlateau needs a metric"):
+        fleet.distributed_optimizer(optimizer, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+    with pytest.raises(ValueError, match="made for another optimizer"):
+        fleet.distributed_optimizer(optimizer, scheduler=torch.optim.lr_scheduler.StepLR(sgd(net), 1))
+    distributed = fleet.distributed_optimizer(optimizer)
+    with pytest.raises(TypeError, match="distributed already"):
+        fleet.distributed_optimizer(distributed)
+
+
+def test_parameters_of_a_loss_must_be_prepared_too():
+    net, loss = prepared(), nn.Linear(2, 2)
+    both = torch.optim.SGD([*net.parameters(), *loss.parameters()], lr=0.1)
+    with pytest.raises(
+        ValueError, match=r"2 of the optimizer's 11 parameters \(the first is number 9, of shape \(2, 2\)"
+    ):
+        fleet.distributed_optimizer(both)
+    fleet.distributed_model(loss)
+    fleet.distributed_optimizer(both)
+
+
+def test_float16_hints_at_bfloat16_once(said):
+    for _ in range(2):
+        prepared(fleet.DistributedStrategy(amp=True), nn.Linear(2, 2))
+    assert said.text.count("amp_configs = {'dtype': 'bfloat16'}") == 1
+
+
+def test_bfloat16_says_that_it_does_not_scale(said):
+    prepared(fleet.DistributedStrategy(amp=True, amp_configs={"dtype": "bfloat16"}), nn.Linear(2, 2))
+    assert "losses are not scaled" in said.text
+
+
+def test_hierarchy_on_one_machine_is_an_explained_no_op(said):
+    prepared(fleet.DistributedStrategy(nccl_comm_num=3, use_hierarchical_allreduce=True))
+    assert "on one machine use_hierarchical_allreduce and nccl_comm_num change nothing" in said.text
+
+
+def test_alone_it_is_a_world_of_one(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    fleet.init()
+    assert (fleet.worker_index(), fleet.worker_num(), fleet.is_first_worker()) == (0, 1, True)
+    fleet.barrier_worker()
+    assert not dist.is_initialized()
+    with pytest.raises(ValueError, match="parameter servers"):
+        fleet.init(is_collective=False)
+
+
+def test_a_process_group_that_is_already_up_is_not_replaced(tmp_path):
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        with pytest.raises(RuntimeError, match=r"already up \(backend gloo, 1 workers\).*adopt=True"):
+            fleet.init()
+        fleet.init(adopt=True)
+        fleet.shutdown()
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_workers_that_did_not_join_do_not_train_alone(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"started 2 workers, but this one has not joined.*fleet.init\(\)"):
+        prepared()

@@ -1,0 +1,126 @@
+"""Saving and resuming, on both optimizers."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from .training import assert_bit_equal, network, through_a_file, train, values
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weights_last", [True, False])
+def test_resumed_is_bit_equal(make, dtype, weights_last):
+    model = network(dtype)
+    optimizer = make(model.parameters(), exclude_from_weight_decay=["bias", "norm"])
+    train(model, optimizer, range(3))
+    saved, weights = through_a_file(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    train(model, optimizer, range(3, 6))
+
+    again = network(dtype)
+    resumed = make(again.parameters(), exclude_from_weight_decay=["bias", "norm"])
+    if not weights_last:
+        again.load_state_dict(weights)
+    resumed.load_state_dict(saved)
+    if weights_last:
+        again.load_state_dict(weights)
+    train(again, resumed, range(3, 6))
+
+    assert_bit_equal(values(again), values(model))
+    for a, b in zip(again.parameters(), model.parameters(), strict=True):
+        assert resumed.state[a].keys() == optimizer.state[b].keys()
+        assert_bit_equal(resumed.state[a].values(), optimizer.state[b].values())
+
+
+def test_what_was_loaded_is_not_written_to(make):
+    model = network()
+    optimizer = make(model.parameters())
+    train(model, optimizer, range(2))
+    saved = optimizer.state_dict()
+    before = copy.deepcopy(saved)
+    other = network()
+    resumed = make(other.parameters())
+    resumed.load_state_dict(saved)
+    train(other, resumed, range(2))
+    for key, entries in before["state"].items():
+        assert_bit_equal(entries.values(), saved["state"][key].values())
+
+
+def test_copies_and_pickles_step_on(make):
+    model = network(torch.bfloat16)
+    optimizer = make(model.parameters(), exclude_from_weight_decay=["bias"])
+    train(model, optimizer, range(2))
+    for copied in (copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))):
+        again, resumed = copied((model, optimizer))
+        assert resumed.param_groups[0]["decays"] == optimizer.param_groups[0]["decays"]
+        train(again, resumed, range(2, 4))
+        twin, theirs = copy.deepcopy((model, optimizer))
+        train(twin, theirs, range(2, 4))
+        assert_bit_equal(values(again), values(twin))
+
+
+def test_hyperparameters_are_loaded_and_exclusions_kept(make):
+    model = network()
+    optimizer = make(model.parameters(), exclude_from_weight_decay=["*.bias"])
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["lr"] = 0.007
+    other = make(model.parameters(), exclude_from_weight_decay=["bias"])
+    other.load_state_dict(saved)
+    assert other.param_groups[0]["lr"] == 0.007
+    assert other.param_groups[0]["exclude_from_weight_decay"] == ["bias"]
+    assert [row.pattern for row in other.exclusion_rows()] == ["bias"]
+
+
+def test_other_exclusions_are_refused(make):
+    model = network()
+    saved = make(model.parameters(), exclude_from_weight_decay=["bias"]).state_dict()
+    other = make(model.parameters())
+    with pytest.raises(ValueError, match=r"treat 3 parameters of group 0 differently, '0\.bias' first: .*\['bias'\]"):
+        other.load_state_dict(saved)
+    for mask in other._masks:
+        saved["param_groups"][0][mask] = other.param_groups[0][mask]
+    other.load_state_dict(saved)  # as the message says
+    assert all(other.param_groups[0]["decays"])
+
+
+def test_state_of_another_optimizer_is_refused(make):
+    model = network()
+    saved = torch.optim.SGD(model.parameters(), lr=0.1).state_dict()
+    with pytest.raises(ValueError, match=r"has no 'decays', so no La.* saved it: load a state that a La"):
+        make(model.parameters()).load_state_dict(saved)
+
+
+def test_masters_of_a_full_precision_model_are_refused(make):
+    model = network(torch.bfloat16)
+    optimizer = make(model.parameters())
+    train(model, optimizer, range(1))
+    with pytest.raises(ValueError, match=r"fp32 master for '0\.weight', which is torch\.float32 here: convert"):
+        make(network().parameters()).load_state_dict(optimizer.state_dict())
+
+
+def test_torchs_own_checks_still_speak(make):
+    model = network()
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        make(model.parameters()).load_state_dict(make([{"params": [p]} for p in model.parameters()]).state_dict())
+    with pytest.raises(ValueError, match="doesn't match the size"):
+        make(model.parameters()).load_state_dict(make(list(model.parameters())[:2]).state_dict())
+
+
+def test_users_load_hooks_see_what_they_should(make):
+    model = network(torch.bfloat16)
+    optimizer = make(model.parameters())
+    train(model, optimizer, range(1))
+    seen = []
+    other = make(model.parameters())
+
+    def emptied(_, state_dict):
+        return {**state_dict, "state": {0: state_dict["state"][0]}}
+
+    other.register_load_state_dict_pre_hook(emptied)
+    other.register_load_state_dict_post_hook(lambda o: seen.append(o.state[model[0].weight]["master"].dtype))
+    other.load_state_dict(optimizer.state_dict())
+    assert seen == [torch.float32]
+    assert len(other.state) == 1
+    other.load_state_dict(optimizer.state_dict())  # our own hooks are gone again
+    assert len(other._optimizer_load_state_dict_pre_hooks) == 1

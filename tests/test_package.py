@@ -1,0 +1,100 @@
+"""The package as a user gets it: what it imports, what it exports, how it installs."""
+
+import doctest
+import importlib
+import os
+import pkgutil
+import statistics
+import subprocess
+import sys
+import sysconfig
+import time
+import venv
+from pathlib import Path
+
+import pytest
+
+import fleetx
+
+ROOT = Path(__file__).parent.parent
+MODULES = [module.name for module in pkgutil.walk_packages(fleetx.__path__, "fleetx.")]
+
+
+def python(*arguments, executable=sys.executable, **options):
+    return subprocess.run(
+        [str(executable), *arguments], capture_output=True, text=True, check=True, timeout=600, **options
+    )
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings_run(name):
+    outcome = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
+    assert outcome.failed == 0
+
+
+def test_public_names_are_few_and_all_there():
+    assert len(fleetx.__all__) <= 15
+    assert all(hasattr(fleetx, name) for name in fleetx.__all__)
+
+
+def test_the_import_brings_no_console_or_plotting():
+    heavy = "('rich', 'typer', 'matplotlib', 'safetensors')"
+    done = python("-c", f"import fleetx, sys; print([m for m in {heavy} if m in sys.modules])")
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_import_costs_little_more_than_torch():
+    def seconds(module):
+        began = time.perf_counter()
+        python("-c", f"import {module}")
+        return time.perf_counter() - began
+
+    ratios = [seconds("fleetx") / seconds("torch") for _ in range(5)]
+    assert statistics.median(ratios) < 1.3
+
+
+def build_wheel(folder):
+    python("-m", "hatchling", "build", "-t", "wheel", "-d", str(folder), cwd=ROOT)
+    (wheel,) = folder.glob("fleetx-*.whl")
+    return wheel
+
+
+TRAIN_A_LITTLE = ["train", "--epochs", "1", "--no-baseline", "--out"]
+
+
+def run_installed(bin_folder, tmp_path):
+    """Outside the checkout, with nothing of it on the path."""
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    where = python(
+        "-c", "import fleetx; print(fleetx.__file__)", executable=bin_folder / "python", cwd=tmp_path, env=env
+    )
+    assert where.stdout.startswith(str(bin_folder.parent))
+    subprocess.run(
+        [bin_folder / "fleetx", *TRAIN_A_LITTLE, str(tmp_path / "runs")], check=True, cwd=tmp_path, env=env, timeout=180
+    )
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert (folder / "weights.safetensors").exists()
+
+
+def test_the_wheel_runs_in_an_environment_without_the_checkout(tmp_path):
+    """Dependencies are borrowed from this environment; FleetX itself comes from the wheel alone."""
+    wheel = build_wheel(tmp_path)
+    environment = tmp_path / "env"
+    venv.create(environment, with_pip=False)
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(environment), "platbase": str(environment)}))
+    python("-m", "pip", "--python", str(environment / "bin" / "python"), "install", "--quiet", "--no-deps", str(wheel))
+    # A path line adds a folder without running the .pth files in it: the editable install stays invisible.
+    (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    run_installed(environment / "bin", tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_the_wheel_installs_with_its_dependencies_into_an_empty_environment(tmp_path):
+    wheel = build_wheel(tmp_path)
+    environment = tmp_path / "env"
+    venv.create(environment, with_pip=True)
+    pip = [str(environment / "bin" / "pip"), "install", "--quiet"]
+    subprocess.run([*pip, "-r", str(ROOT / "requirements" / "run.txt")], check=True, timeout=600)
+    subprocess.run([*pip, str(wheel)], check=True, timeout=300)
+    run_installed(environment / "bin", tmp_path)

@@ -1,0 +1,67 @@
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleetx import slicing
+
+
+class Pair(NamedTuple):
+    images: torch.Tensor
+    labels: torch.Tensor
+
+
+@dataclass
+class Sample:
+    ids: torch.Tensor
+    scale: float
+
+
+@given(size=st.integers(1, 50), parts=st.integers(1, 60))
+def test_slices_cover_the_batch_in_order_and_differ_by_at_most_one(size, parts):
+    batch = {"x": torch.arange(size), "nested": [(torch.arange(size) * 2, None, 3.5), torch.tensor(7)]}
+    pieces = slicing.split(batch, parts)
+    lengths = [len(piece["x"]) for piece in pieces]
+    assert len(pieces) == min(parts, size)
+    assert max(lengths) - min(lengths) <= 1
+    assert torch.cat([piece["x"] for piece in pieces]).tolist() == list(range(size))
+    assert torch.cat([piece["nested"][0][0] for piece in pieces]).tolist() == list(range(0, 2 * size, 2))
+    assert all(piece["nested"][0][1:] == (None, 3.5) and piece["nested"][1] == 7 for piece in pieces)
+
+
+def test_slices_are_views():
+    batch = torch.zeros(6, 2)
+    slicing.split(batch, 3)[1].fill_(1)
+    assert batch.sum(dim=1).tolist() == [0, 0, 2, 2, 0, 0]
+
+
+def test_containers_keep_their_class():
+    pair = slicing.split(Pair(torch.zeros(4, 1), torch.arange(4)), 2)[1]
+    assert isinstance(pair, Pair)
+    assert pair.labels.tolist() == [2, 3]
+    ordered = slicing.split(OrderedDict(a=torch.arange(4)), 2)[0]
+    assert isinstance(ordered, OrderedDict)
+    sample = slicing.split(Sample(torch.arange(4), 0.5), 4)[3]
+    assert (sample.ids.tolist(), sample.scale) == ([3], 0.5)
+
+
+@pytest.mark.parametrize(
+    ("batch", "error", "message"),
+    [
+        ((torch.zeros(4), torch.zeros(3)), ValueError, r"share their first dimension.*batch\[0\]: 4, batch\[1\]: 3"),
+        ({"x": torch.zeros(0, 3)}, ValueError, "empty"),
+        ({}, ValueError, "at least one tensor"),
+        ([None, 3], ValueError, "at least one tensor"),
+        (torch.tensor(3.0), ValueError, "at least one tensor"),
+        ((torch.zeros(4), ["a"] * 4), TypeError, r"batch\[1\]\[0\] is a str"),
+        ((np.zeros(4),), TypeError, r"batch\[0\] is a ndarray.*torch.as_tensor"),
+    ],
+)
+def test_what_cannot_be_cut_is_named(batch, error, message):
+    with pytest.raises(error, match=message):
+        slicing.split(batch, 2)
