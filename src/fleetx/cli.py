@@ -1,10 +1,14 @@
 """The `fleetx` command."""
 
+import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from fleetx.version import __version__
 
@@ -61,3 +65,55 @@ def train(
             baseline=baseline,
         )
     )
+
+
+@bench.command("step")
+def bench_step(
+    out: Annotated[Path, typer.Option(help="Where results are saved.")] = Path("benchmarks/results"),
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds in turns; the median counts.")] = 21,
+) -> None:
+    """What the step itself costs, against a hand-written loop."""
+    from fleetx.bench.results import save_result
+    from fleetx.bench.step import measure
+
+    figures = measure(rounds=rounds)
+    path = save_result("step", figures, out)
+    rows = [(name, f"{ms:.2f}", _percent(figures["overhead"].get(name))) for name, ms in figures["median_ms"].items()]
+    _show(f"One update: {figures['what']}", ("loop", "ms", "overhead"), rows, path)
+
+
+@bench.command("reduce")
+def bench_reduce(
+    out: Annotated[Path, typer.Option(help="Where results are saved.")] = Path("benchmarks/results"),
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds in turns; the median counts.")] = 15,
+    workers: Annotated[int, typer.Option(min=2, help="Worker processes.")] = 2,
+) -> None:
+    """Gradient reduction, against DistributedDataParallel."""
+    from fleetx.launch.run import launch
+
+    code = launch(["-m", "fleetx.bench.reduce", "--out", str(out), "--rounds", str(rounds)], workers=workers)
+    if code:
+        sys.exit(code)
+    path = out / "reduce.json"
+    figures = json.loads(path.read_text(encoding="utf-8"))
+    rows = [
+        (f"{name}, {case}", f"{ms:.2f}", f"{result['speed_against_ddp'].get(name, 1.0):.3f}×")
+        for case, result in figures["cases"].items()
+        for name, ms in result["median_ms"].items()
+    ]
+    _show(f"One update: {figures['what']}", ("loop", "ms", "speed"), rows, path)
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:+.1%}"
+
+
+def _show(title: str, heads: tuple[str, ...], rows: Sequence[tuple[str, ...]], path: Path) -> None:
+    table = Table(*heads, title=title, title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    console.print(table)
+    console.print(f"[dim]saved as[/] {path}")

@@ -8,16 +8,6 @@ from torch import Tensor
 Number = float | Tensor
 
 
-def divide_(grads: Sequence[Tensor], divisor: Number) -> None:
-    """Divide all gradients by one number; by exactly 1 costs nothing."""
-    if not isinstance(divisor, Tensor) and divisor == 1:
-        return
-    for same in _by_dtype(grads):
-        # The reciprocal is taken in fp64, so that only the product is rounded.
-        factor = torch.as_tensor(divisor, dtype=torch.float64, device=same[0].device).reciprocal()
-        torch._foreach_mul_(same, factor.to(same[0].dtype))
-
-
 def global_norm(grads: Sequence[Tensor], device: torch.device) -> Tensor:
     """The 2-norm of all gradients together."""
     norms = [norm for same in _by_dtype(grads) for norm in torch._foreach_norm(same)]
@@ -27,11 +17,19 @@ def global_norm(grads: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.linalg.vector_norm(torch.stack([norm.to(device, wide) for norm in norms]))
 
 
-def clip_(grads: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Shorten the gradients to `max_norm`, as torch.nn.utils.clip_grad_norm_ does."""
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for same in _by_dtype(grads):
-        torch._foreach_mul_(same, factor.to(same[0].device, same[0].dtype))
+def divide_and_clip_(grads: Sequence[Tensor], divisor: Number, norm: Tensor, max_norm: float | None) -> None:
+    """Divide all gradients by one number and shorten them to `max_norm`, in one pass over their memory.
+
+    `norm` is their norm after the division. The limit is that of torch.nn.utils.clip_grad_norm_.
+    """
+    factor: Number = divisor.double().reciprocal() if isinstance(divisor, Tensor) else 1.0 / divisor
+    if max_norm is not None:
+        factor = factor * (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if isinstance(factor, Tensor):
+        for same in _by_dtype(grads):
+            torch._foreach_mul_(same, factor.to(same[0].device, same[0].dtype))
+    elif factor != 1:
+        torch._foreach_mul_(list(grads), factor)
 
 
 def _by_dtype(grads: Sequence[Tensor]) -> list[list[Tensor]]:

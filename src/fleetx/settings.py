@@ -321,6 +321,10 @@ class Settings:
 class Configs(Settings, Mapping[str, Any]):
     """Settings that are read and set as attributes, or as the items of a dict."""
 
+    def in_force(self) -> dict[str, object]:
+        """What an overview shows: everything but empty lists and None."""
+        return {name: value for name, value in self.items() if value is not None and value != []}
+
     def __getitem__(self, name: str) -> Any:
         if name not in self._declared:
             raise KeyError(self._unknown(name))

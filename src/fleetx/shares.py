@@ -26,8 +26,9 @@ class Shares:
         self._work: dist.Work | None = None
         if world.size() > 1:
             # fp64 counts exactly, up to far more items than any window holds.
-            sums = [torch.as_tensor(t, dtype=torch.float64, device=device) for t in self._totals]
-            summed = torch.stack(sums)
+            summed = torch.empty(len(self._totals), dtype=torch.float64, device=device)
+            for position, total in enumerate(self._totals):
+                summed[position] = total
             self._work = dist.all_reduce(summed, async_op=True)
             self._totals = list(summed.unbind())
 

@@ -69,14 +69,13 @@ class TrainingStep:
     def close(self, names: tuple[str, ...], samples: HostValue | None = None) -> Outcome:
         """Turn the window into one update: average and reduce, unscale, check, clip, update, clear."""
         merged = self.window.merge()
-        grads, lr = merged.grads, self.updater.lr
         losses = [loss / merged.divisor for loss in merged.losses]
         scale = None if self.scaler is None else self.scaler.scale_tensor
-        gradients.divide_(grads, merged.divisor if scale is None else scale.double() * merged.divisor)
-        norm = gradients.global_norm(grads, losses[0].device)
+        divisor = merged.divisor if scale is None else scale.double() * merged.divisor
+        norm = gradients.global_norm(merged.grads, losses[0].device) / divisor
         finite = norm.isfinite() & torch.stack(losses).isfinite().all()
-        if self.clip_norm is not None:
-            gradients.clip_(grads, norm, self.clip_norm)
+        gradients.divide_and_clip_(merged.grads, divisor, norm, self.clip_norm)
+        lr = self.updater.lr
         self.updater.update(finite)
         if self.scaler is not None:
             self.scaler.update(found_inf=~finite)

@@ -33,6 +33,17 @@ UNBUILT = {
 }
 
 
+# The settings that only float16 uses.
+LOSS_SCALE = (
+    "init_loss_scaling",
+    "incr_every_n_steps",
+    "decr_every_n_nan_or_inf",
+    "incr_ratio",
+    "decr_ratio",
+    "use_dynamic_loss_scaling",
+)
+
+
 class AmpDtype(Choice):
     """The low precision. Until somebody sets it, the pure mode decides."""
 
@@ -57,6 +68,11 @@ class AmpConfigs(Configs):
     use_pure_fp16 = Bool(False)
     use_pure_bf16 = Bool(False)
     dtype = AmpDtype("float16", "bfloat16")
+
+    def in_force(self) -> dict[str, object]:
+        """Without the loss scale where bfloat16 needs none."""
+        resting = LOSS_SCALE if self.dtype == "bfloat16" else ()
+        return {name: value for name, value in super().in_force().items() if name not in resting}
 
 
 class Checkpoints(Setting["list[str] | str", "list[str] | tuple[str, ...] | str"]):
@@ -292,7 +308,7 @@ class DistributedStrategy(Settings):
         for name, one in self._declared.items():
             configs = f"{name}_configs"
             if configs in self._declared and getattr(self, name):
-                yield boxes.Section(f"{name}=True <-> {configs}", _filled_in(getattr(self, configs)))
+                yield boxes.Section(f"{name}=True <-> {configs}", getattr(self, configs).in_force())
             elif not isinstance(one, Section) and self._changed(name):
                 others[name] = getattr(self, name)
         if others:
@@ -305,10 +321,6 @@ class DistributedStrategy(Settings):
 
     def _changed(self, name: str) -> bool:
         return getattr(self, name) != self._declared[name].fresh_default()
-
-
-def _filled_in(configs: Configs) -> dict[str, object]:
-    return {name: value for name, value in configs.items() if value is not None and value != []}
 
 
 def _toml_lines(values: Mapping[str, object]) -> list[str]:

@@ -110,9 +110,11 @@ def _by_minimize(batch: Any, k_steps: int) -> Callable[[], object]:
     optimizer = fleet.distributed_optimizer(_sgd(model), strategy, clip_norm=1.0)
 
     def run() -> float:
-        for inputs, labels in _pieces(batch, k_steps):
-            out = optimizer.minimize(functional.cross_entropy(model(inputs), labels))
-        return out.loss.item()
+        outs = [
+            optimizer.minimize(functional.cross_entropy(model(inputs), labels))
+            for inputs, labels in _pieces(batch, k_steps)
+        ]
+        return outs[-1].loss.item()
 
     return run
 
@@ -128,7 +130,8 @@ def main() -> None:
     torch.set_num_threads(1)
     figures = measure(rounds=options.rounds, calls=options.calls)
     if fleet.is_first_worker():
-        save_result("reduce", figures, options.out)
+        command = f"fleetx bench reduce --workers {fleet.worker_num()} --rounds {options.rounds}"
+        save_result("reduce", figures, options.out, command)
 
 
 if __name__ == "__main__":

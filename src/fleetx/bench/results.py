@@ -16,13 +16,13 @@ from fleetx.version import __version__
 FOLDER = Path("benchmarks/results")
 
 
-def save_result(name: str, figures: dict[str, Any], folder: Path = FOLDER) -> Path:
-    """Write `name.json` into `folder`."""
+def save_result(name: str, figures: dict[str, Any], folder: Path = FOLDER, command: str | None = None) -> Path:
+    """Write `name.json` into `folder`; the command is this process's own unless given."""
     folder.mkdir(parents=True, exist_ok=True)
     result = {
         "name": name,
         "taken": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join([Path(sys.argv[0]).name, *map(shlex.quote, sys.argv[1:])]),
+        "command": command or " ".join([Path(sys.argv[0]).name, *map(shlex.quote, sys.argv[1:])]),
         "machine": describe_machine(),
         "versions": {"fleetx": __version__, "torch": torch.__version__, "python": platform.python_version()},
         **figures,

@@ -145,9 +145,8 @@ class Reducer:
         for bucket in self._buckets:
             bucket.missing = set(bucket.indices)
         tail = self._tail
-        tail[: self.extras] = torch.stack(
-            [torch.as_tensor(extra, dtype=tail.dtype, device=tail.device) for extra in extras]
-        )
+        for position, extra in enumerate(extras):
+            tail[position] = extra
         tail[self.extras :] = 1
 
     def _arrival(self, index: int):  # noqa: ANN202 - a closure of one line
