@@ -117,3 +117,15 @@ def _show(title: str, heads: tuple[str, ...], rows: Sequence[tuple[str, ...]], p
     console = Console()
     console.print(table)
     console.print(f"[dim]saved as[/] {path}")
+
+
+@app.command()
+def report(
+    page: Annotated[Path, typer.Argument(help="The Markdown page whose tables are made anew.")] = Path("README.md"),
+    results: Annotated[Path, typer.Option(help="Where results were saved.")] = Path("benchmarks/results"),
+) -> None:
+    """Fill the tables of a page from saved results."""
+    from fleetx.report.tables import fill_in
+
+    page.write_text(fill_in(page.read_text(encoding="utf-8"), results), encoding="utf-8")
+    print(f"{page}: tables made from {results}")

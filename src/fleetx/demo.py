@@ -1,12 +1,12 @@
 """`fleetx train`: the job on its workers, the plain run beside it, then the figures and the picture of both."""
 
-import json
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from fleetx.applications import digits
+from fleetx.bench.results import save_result
 from fleetx.launch.run import launch
 from fleetx.report.curves import draw_run
 from fleetx.runs import MetricsLog, new_run_folder, read_metrics
@@ -42,7 +42,7 @@ def run_demo(*, workers: int, global_batch: int, epochs: int, strategy: Path | N
         summary |= {"plain_accuracy": _last_accuracy(plain), "plain_seconds": plain[-1]["seconds"]}
     ours, theirs = f"FleetX, batch {global_batch:,}", f"plain SGD, batch {PLAIN_BATCH}"
     draw_run(folder, ours=ours, plain=theirs if baseline else None)
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    save_result("summary", summary, folder)
     console.print(_table(summary, ours, theirs))
     console.print(
         f"[dim]in[/] {folder}/ [dim]: metrics.jsonl, strategy.toml, weights.safetensors, run.png, summary.json[/]"

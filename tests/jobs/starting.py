@@ -17,13 +17,14 @@ def start(script, *args, workers=1, launcher="fleetrun", timeout=180, env=None, 
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(workers)]
     else:
         assert workers == 1
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [*command, str(script), *map(str, args)],
         capture_output=True,
         text=True,
         timeout=timeout,
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(env or {})},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **(env or {})},
     )
     if check and done.returncode:
         raise AssertionError(f"the job ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")

@@ -14,7 +14,7 @@ _started_here = False
 def init(is_collective: bool = True, *, backend: str | None = None, adopt: bool = False) -> None:
     """Join the workers that fleetrun or torchrun started; started alone, be a world of one.
 
-    `backend` is torch.distributed's; left out, it is NCCL where this worker has a GPU and gloo elsewhere.
+    `backend` is torch.distributed's; left out, tensors on a GPU travel by NCCL and those of the host by gloo.
     `adopt=True` uses a process group that other code has brought up. Calling it again changes nothing.
     """
     global _started_here
@@ -24,7 +24,7 @@ def init(is_collective: bool = True, *, backend: str | None = None, adopt: bool 
         return
     if world.is_joined():
         raise RuntimeError(
-            f"a process group is already up (backend {dist.get_backend()}, {world.size()} workers): FleetX did not "
+            f"a process group is already up ({dist.get_backend_config()}, {world.size()} workers): FleetX did not "
             "start it and will not replace it. Call fleet.init() before any other code starts torch.distributed, "
             "or fleet.init(adopt=True) to train in that group."
         )
@@ -32,7 +32,7 @@ def init(is_collective: bool = True, *, backend: str | None = None, adopt: bool 
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    dist.init_process_group(backend or ("nccl" if torch.cuda.is_available() else "gloo"))
+    dist.init_process_group(backend)
     _started_here = True
     atexit.register(shutdown)
 

@@ -6,12 +6,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from fleetx import names
 from fleetx.amp import LossScaler, low_dtype
 from fleetx.comm.reducer import ReducerSettings
-from fleetx.fleet.model import in_use, require_joined, strategy_of
+from fleetx.fleet import checks
+from fleetx.fleet.model import in_use, require_joined
 from fleetx.nonfinite import NonFiniteWatch
 from fleetx.optim import Lamb, Lars
 from fleetx.outcome import Outcome
@@ -59,9 +58,9 @@ class DistributedOptimizer(Optimizer):
             raise TypeError("this optimizer is distributed already: once is enough.")
         self.strategy = in_use(strategy, "fleet.distributed_optimizer")
         require_joined()
-        _require_prepared(optimizer, self.strategy)
-        _require_scheduler_of(optimizer, scheduler)
-        _require_positive("clip_norm", clip_norm)
+        checks.require_prepared(optimizer, self.strategy)
+        checks.require_scheduler_of(optimizer, scheduler)
+        checks.require_positive("clip_norm", clip_norm)
         self.inner = _replacement(optimizer, self.strategy)
         self.engine = _engine(self.inner, self.strategy, scheduler, clip_norm, nonfinite_limit)
 
@@ -115,8 +114,8 @@ class DistributedOptimizer(Optimizer):
 
         `items` is the number of items (tokens, unpadded samples) that this loss averages over, where that varies.
         """
-        _require_scalar(loss)
-        _require_count(items)
+        checks.require_scalar(loss)
+        checks.require_count(items)
         if items is not None:
             self._require_items_possible()
         return self.engine.minimize(loss.reshape(()), items, retain_graph)
@@ -265,69 +264,6 @@ def _scaler(strategy: DistributedStrategy) -> LossScaler | None:
         decr_ratio=configs.decr_ratio,
         use_dynamic_loss_scaling=configs.use_dynamic_loss_scaling,
     )
-
-
-def _require_prepared(optimizer: Optimizer, strategy: DistributedStrategy) -> None:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    strangers = [index for index, parameter in enumerate(parameters) if strategy_of(parameter) is None]
-    if strangers:
-        raise ValueError(
-            f"{len(strangers)} of the optimizer's {len(parameters)} parameters (the first is number {strangers[0]}, of "
-            f"shape {tuple(parameters[strangers[0]].shape)}) belong to no model that went through "
-            "fleet.distributed_model. Call model = fleet.distributed_model(model, strategy) first, also for a loss "
-            "with parameters of its own."
-        )
-    # A strategy serves many parameters, so each is compared once.
-    first_of = {id(strategy_of(parameter)): parameter for parameter in reversed(parameters)}
-    for parameter in first_of.values():
-        if strategy_of(parameter) != strategy:
-            info = names.info(parameter)
-            raise ValueError(
-                f"the model of {info.name if info else 'a parameter'} was prepared with another strategy. "
-                "Give fleet.distributed_model and fleet.distributed_optimizer the same one."
-            )
-
-
-def _require_scheduler_of(optimizer: Optimizer, scheduler: Any) -> None:
-    if scheduler is None:
-        return
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise TypeError(
-            "ReduceLROnPlateau needs a metric at each step, which a window does not have. "
-            "Leave scheduler= out and call its step(metric) yourself."
-        )
-    if not callable(getattr(scheduler, "step", None)) or not hasattr(scheduler, "optimizer"):
-        raise TypeError(f"scheduler must be a torch lr scheduler, not a {type(scheduler).__name__}.")
-    if scheduler.optimizer is not optimizer:
-        raise ValueError(
-            "the scheduler was made for another optimizer. Make it for the one that you wrap: "
-            "opt = torch.optim.SGD(...); distributed_optimizer(opt, strategy, scheduler=StepLR(opt, ...))."
-        )
-
-
-def _require_positive(name: str, value: float | None) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
-        raise ValueError(f"{name} must be a number above 0, or None for no limit, not {value!r}.")
-
-
-def _require_scalar(loss: Any) -> None:
-    if not isinstance(loss, Tensor):
-        hint = " Losses with counts of their own go through fleetx.Step." if isinstance(loss, dict) else ""
-        raise TypeError(f"minimize takes the loss as a tensor, not a {type(loss).__name__}.{hint}")
-    if loss.numel() != 1:
-        raise ValueError(
-            f"the loss has shape {tuple(loss.shape)}, but minimize needs one number. Take its mean(), "
-            "or its sum() with gradient_merge_configs.avg=False."
-        )
-
-
-def _require_count(items: Any) -> None:
-    if isinstance(items, dict):
-        raise TypeError("minimize takes one count; a dict of counts needs fleetx.Step, which sees the whole window.")
-    if items is None or (isinstance(items, Tensor) and items.numel() == 1):
-        return
-    if isinstance(items, bool) or not isinstance(items, int | float) or not items >= 0:
-        raise ValueError(f"items must be a number of at least 0, not {items!r}.")
 
 
 def _listed(params: Any) -> list[Tensor]:
