@@ -1,7 +1,9 @@
 """The `fleetx` command."""
 
 import json
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from fleetx.version import __version__
+
+RESULTS = Path("benchmarks/results")
 
 app = typer.Typer(
     name="fleetx",
@@ -69,39 +73,54 @@ def train(
 
 @bench.command("step")
 def bench_step(
-    out: Annotated[Path, typer.Option(help="Where results are saved.")] = Path("benchmarks/results"),
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds in turns; the median counts.")] = 21,
+    out: Annotated[Path, typer.Option(help="Where results are saved.")] = RESULTS,
+    processes: Annotated[int, typer.Option(min=1, help="Fresh processes to measure in; the median counts.")] = 7,
 ) -> None:
     """What the step itself costs, against a hand-written loop."""
+    from fleetx.bench import step
     from fleetx.bench.results import save_result
-    from fleetx.bench.step import measure
 
-    figures = measure(rounds=rounds)
+    command = [sys.executable, "-m", "fleetx.bench.step"]
+    runs = [json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout) for _ in range(processes)]
+    figures = step.summarise(runs)
     path = save_result("step", figures, out)
-    rows = [(name, f"{ms:.2f}", _percent(figures["overhead"].get(name))) for name, ms in figures["median_ms"].items()]
-    _show(f"One update: {figures['what']}", ("loop", "ms", "overhead"), rows, path)
+    rows = [
+        (name, f"{ms:.2f}", _percent(figures["overhead"].get(name)), _ms(figures["host_overhead_ms"].get(name)))
+        for name, ms in figures["median_ms"].items()
+    ]
+    _show(f"One update: {figures['what']}", ("loop", "ms", "overhead", "host work more, ms"), rows, path)
 
 
 @bench.command("reduce")
 def bench_reduce(
-    out: Annotated[Path, typer.Option(help="Where results are saved.")] = Path("benchmarks/results"),
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds in turns; the median counts.")] = 15,
-    workers: Annotated[int, typer.Option(min=2, help="Worker processes.")] = 2,
+    out: Annotated[Path, typer.Option(help="Where results are saved.")] = RESULTS,
+    jobs: Annotated[int, typer.Option(min=1, help="Jobs to measure in; the median counts.")] = 7,
+    workers: Annotated[int, typer.Option(min=2, help="Worker processes of a job.")] = 2,
 ) -> None:
     """Gradient reduction, against DistributedDataParallel."""
+    from fleetx.bench import reduce
+    from fleetx.bench.results import save_result
     from fleetx.launch.run import launch
 
-    code = launch(["-m", "fleetx.bench.reduce", "--out", str(out), "--rounds", str(rounds)], workers=workers)
-    if code:
-        sys.exit(code)
-    path = out / "reduce.json"
-    figures = json.loads(path.read_text(encoding="utf-8"))
+    runs = []
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(jobs):
+            file = Path(folder, "figures.json")
+            if code := launch(["-m", "fleetx.bench.reduce", str(file)], workers=workers):
+                sys.exit(code)
+            runs.append(json.loads(file.read_text(encoding="utf-8")))
+    figures = reduce.summarise(runs, workers)
+    path = save_result("reduce", figures, out)
     rows = [
         (f"{name}, {case}", f"{ms:.2f}", f"{result['speed_against_ddp'].get(name, 1.0):.3f}×")
         for case, result in figures["cases"].items()
         for name, ms in result["median_ms"].items()
     ]
     _show(f"One update: {figures['what']}", ("loop", "ms", "speed"), rows, path)
+
+
+def _ms(value: float | None) -> str:
+    return "" if value is None else f"{value:+.2f}"
 
 
 def _percent(share: float | None) -> str:
@@ -122,7 +141,7 @@ def _show(title: str, heads: tuple[str, ...], rows: Sequence[tuple[str, ...]], p
 @app.command()
 def report(
     page: Annotated[Path, typer.Argument(help="The Markdown page whose tables are made anew.")] = Path("README.md"),
-    results: Annotated[Path, typer.Option(help="Where results were saved.")] = Path("benchmarks/results"),
+    results: Annotated[Path, typer.Option(help="Where results were saved.")] = RESULTS,
 ) -> None:
     """Fill the tables of a page from saved results."""
     from fleetx.report.tables import fill_in

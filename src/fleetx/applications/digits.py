@@ -95,6 +95,7 @@ def train_plain(log: MetricsLog, *, epochs: int, batch: int = 32, lr: float = 0.
     accuracy = 0.0
     for epoch in range(epochs):
         model.train()
+        losses = []
         for indices in batches.epoch(epoch):
             images = shifted(digits.train_images[indices], moves)
             loss = functional.cross_entropy(model(images), digits.train_labels[indices])
@@ -102,8 +103,9 @@ def train_plain(log: MetricsLog, *, epochs: int, batch: int = 32, lr: float = 0.
             loss.backward()
             optimizer.step()
             scheduler.step()
+            losses.append(loss.item())
         accuracy = evaluate(model, digits)
-        log.accuracy(epoch, accuracy, loss=loss.item())
+        log.accuracy(epoch, accuracy, loss=sum(losses) / len(losses))
     return accuracy
 
 

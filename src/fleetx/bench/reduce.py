@@ -4,6 +4,7 @@ Run by each worker; `fleetx bench reduce` starts two.
 """
 
 import argparse
+import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fleetx import fleet
 from fleetx.batch_step import Step
-from fleetx.bench.results import save_result
 from fleetx.bench.timing import interleaved, ratio
 
 BATCH, WIDTH, LAYERS = 64, 512, 16
 WINDOWS = (1, 4)
+PEER, DOORS = "DistributedDataParallel", ("Step", "minimize")
 
 
 class _Classifier(nn.Module):
@@ -40,25 +41,34 @@ def measure(*, rounds: int, calls: int) -> dict[str, Any]:
     """Seconds per update of both, for windows of one and of four micro-batches."""
     torch.manual_seed(fleet.worker_index())
     batch = (torch.randn(BATCH, WIDTH), torch.randint(0, WIDTH, (BATCH,)))
-    cases = {}
-    for k_steps in WINDOWS:
-        rivals = {
-            "DistributedDataParallel": _by_ddp(batch, k_steps),
-            "Step": _by_step(batch, k_steps),
-            "minimize": _by_minimize(batch, k_steps),
-        }
-        seconds = interleaved(rivals, rounds=rounds, calls=calls)
-        cases[f"k_steps={k_steps}"] = {
-            "seconds": seconds,
-            "median_ms": {name: 1e3 * statistics.median(values) for name, values in seconds.items()},
-            "speed_against_ddp": {
-                name: ratio(seconds, name, "DistributedDataParallel") for name in ("Step", "minimize")
-            },
-        }
+    return {f"k_steps={k_steps}": _measure_window(batch, k_steps, rounds, calls) for k_steps in WINDOWS}
+
+
+def _measure_window(batch: Any, k_steps: int, rounds: int, calls: int) -> dict[str, list[float]]:
+    rivals = {PEER: _by_ddp(batch, k_steps), "Step": _by_step(batch, k_steps), "minimize": _by_minimize(batch, k_steps)}
+    return interleaved(rivals, rounds=rounds, calls=calls)
+
+
+def summarise(runs: list[dict[str, Any]], workers: int) -> dict[str, Any]:
+    """Medians over jobs: where memory happens to lie changes a job's figures by several percent."""
+
+    def median_of(figure: Callable[[dict[str, Any]], float]) -> float:
+        return statistics.median(figure(run) for run in runs)
+
     return {
         "what": f"{LAYERS} linear layers of width {WIDTH}, batch {BATCH} per worker, SGD with momentum, fp32, gloo, "
-        f"{fleet.worker_num()} workers of one thread; every loop clips and reports the gradient norm",
-        "cases": cases,
+        f"{workers} workers of one thread; every loop clips and reports the gradient norm. "
+        f"Medians over {len(runs)} jobs",
+        "cases": {
+            case: {
+                "median_ms": {
+                    n: median_of(lambda r, c=case, n=n: 1e3 * statistics.median(r[c][n])) for n in (PEER, *DOORS)
+                },
+                "speed_against_ddp": {n: median_of(lambda r, c=case, n=n: ratio(r[c], n, PEER)) for n in DOORS},
+            }
+            for case in runs[0]
+        },
+        "runs": runs,
     }
 
 
@@ -120,18 +130,17 @@ def _by_minimize(batch: Any, k_steps: int) -> Callable[[], object]:
 
 
 def main() -> None:
-    """What each worker runs."""
+    """What each worker of one job runs."""
     parser = argparse.ArgumentParser(prog="python -m fleetx.bench.reduce", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("out", type=Path, help="where the first worker writes its figures as JSON")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--calls", type=int, default=10)
+    parser.add_argument("--calls", type=int, default=5)
     options = parser.parse_args()
     fleet.init()
     torch.set_num_threads(1)
     figures = measure(rounds=options.rounds, calls=options.calls)
     if fleet.is_first_worker():
-        command = f"fleetx bench reduce --workers {fleet.worker_num()} --rounds {options.rounds}"
-        save_result("reduce", figures, options.out, command)
+        options.out.write_text(json.dumps(figures), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -13,16 +13,14 @@ import torch
 
 from fleetx.version import __version__
 
-FOLDER = Path("benchmarks/results")
 
-
-def save_result(name: str, figures: dict[str, Any], folder: Path = FOLDER, command: str | None = None) -> Path:
-    """Write `name.json` into `folder`; the command is this process's own unless given."""
+def save_result(name: str, figures: dict[str, Any], folder: Path) -> Path:
+    """Write `name.json` into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     result = {
         "name": name,
         "taken": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": command or " ".join([Path(sys.argv[0]).name, *map(shlex.quote, sys.argv[1:])]),
+        "command": " ".join([Path(sys.argv[0]).name, *map(shlex.quote, sys.argv[1:])]),
         "machine": describe_machine(),
         "versions": {"fleetx": __version__, "torch": torch.__version__, "python": platform.python_version()},
         **figures,

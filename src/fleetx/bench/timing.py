@@ -25,5 +25,5 @@ def interleaved(rivals: Rivals, *, rounds: int, calls: int, warmup: int = 3) -> 
 
 
 def ratio(seconds: Mapping[str, list[float]], ours: str, peer: str) -> float:
-    """How many times as fast as the peer: the median over rounds of the peer's time over ours."""
-    return statistics.median(p / o for o, p in zip(seconds[ours], seconds[peer], strict=True))
+    """How many times as fast as the peer, by the medians over all rounds."""
+    return statistics.median(seconds[peer]) / statistics.median(seconds[ours])

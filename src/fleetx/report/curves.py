@@ -20,7 +20,7 @@ def draw_run(folder: Path, *, ours: str, plain: str | None) -> Path:
     if plain is not None:
         _draw(loss, accuracy, read_metrics(folder / "plain.jsonl"), plain, PLAIN, zorder=2)
     loss.set(title="Training loss", xlabel="epoch", yscale="log")
-    accuracy.set(title="Test accuracy", xlabel="epoch", ylim=(0.8, 1.002))
+    accuracy.set(title="Test accuracy", xlabel="epoch", ylim=(0.8, 1.002), yticks=[0.8, 0.85, 0.9, 0.95, 1.0])
     accuracy.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     accuracy.legend(loc="lower right", frameon=False)
     for axes in (loss, accuracy):

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,15 @@ Result = dict[str, Any]
 def step_table(result: Result) -> str:
     """What the step costs beside a hand-written loop."""
     rows = [
-        (name, f"{milliseconds:.2f}", _signed_percent(result["overhead"].get(name)))
+        (
+            name,
+            f"{milliseconds:.2f}",
+            _signed_percent(result["overhead"].get(name)),
+            _signed(result["host_overhead_ms"].get(name)),
+        )
         for name, milliseconds in result["median_ms"].items()
     ]
-    return _table(("loop", "ms per update", "overhead"), rows) + _origin(result)
+    return _table(("loop", "ms per update", "overhead", "host work more, ms"), rows) + _origin(result)
 
 
 def reduce_table(result: Result) -> str:
@@ -60,7 +65,7 @@ def fill_in(text: str, results: Path) -> str:
     return re.sub(r"<!-- table: (\S+) -->.*?<!-- end -->", table, text, flags=re.DOTALL)
 
 
-def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     rule = ("---", *["---:"] * (len(heads) - 1))
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (heads, rule, *rows))
 
@@ -73,6 +78,10 @@ def _origin(result: Result) -> str:
 
 def _signed_percent(share: float | None) -> str:
     return "" if share is None else f"{share:+.1%}"
+
+
+def _signed(value: float | None) -> str:
+    return "" if value is None else f"{value:+.2f}"
 
 
 def _times(ratio: float | None) -> str:
