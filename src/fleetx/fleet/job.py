@@ -1,6 +1,7 @@
 """Joining the job that a launcher started, and asking who is in it."""
 
 import atexit
+import gc
 import os
 
 import torch
@@ -41,6 +42,9 @@ def shutdown() -> None:
     """Leave the job; only a group that `init` started is taken down. Runs by itself when the process ends."""
     global _started_here
     if _started_here and world.is_joined():
+        # Modules that are garbage but not yet collected may hold the group: its threads would then outlive the
+        # interpreter, and die with "terminate called" when they release a tensor.
+        gc.collect()
         dist.destroy_process_group()
     _started_here = False
 
