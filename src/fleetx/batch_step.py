@@ -135,7 +135,7 @@ class Step:
                 )
             inputs, target = micro
             result = self._loss_fn(_call(self.model, inputs), target)
-        return _named_losses(result)
+        return named_losses(result)
 
     def _weigh(self, shares: Shares, index: int, name: str, loss: Tensor) -> Tensor:
         if not self._engine.average:
@@ -160,7 +160,8 @@ def _items_of(name: str) -> str:
     return f"items of {name!r}"
 
 
-def _named_losses(result: Any) -> dict[str, Tensor]:
+def named_losses(result: Any, needs_gradient: bool = True) -> dict[str, Tensor]:
+    """The losses in what a model or a loss function gave back, by name."""
     if not isinstance(result, Tensor) and isinstance(getattr(result, "loss", None), Tensor):
         result = result.loss
     losses = dict(result) if isinstance(result, Mapping) else {"loss": result}
@@ -177,7 +178,7 @@ def _named_losses(result: Any) -> dict[str, Tensor]:
                 f"{name!r} has shape {tuple(loss.shape)}: a loss is one number. Take its mean() (the default "
                 "averages micro-batches), or its sum() with gradient_merge_configs.avg=False."
             )
-    if not any(loss.requires_grad for loss in losses.values()):
+    if needs_gradient and not any(loss.requires_grad for loss in losses.values()):
         raise ValueError(NO_GRADIENT)
     return {name: loss.reshape(()) for name, loss in losses.items()}
 

@@ -4,7 +4,7 @@ Every door leads here. `optimizer.minimize(loss)` adds one micro-batch to the wi
 window closes it; `Step(batch)` cuts a whole batch, adds all of its micro-batches and closes the window itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,8 +40,18 @@ class TrainingStep:
     def __post_init__(self) -> None:
         self.stopwatch = Stopwatch()
 
-    def minimize(self, loss: Tensor, items: Number | None = None, retain_graph: bool = False) -> Outcome:
-        """Merge one micro-batch; update if it is the last of its window."""
+    def minimize(
+        self,
+        loss: Tensor,
+        items: Number | None = None,
+        retain_graph: bool = False,
+        observe: Callable[[Number], None] | None = None,
+    ) -> Outcome:
+        """Merge one micro-batch; update if it is the last of its window.
+
+        `observe` is called when the window closes, before anything is divided or clipped, with the number that the
+        gradients are going to be divided by.
+        """
         if not loss.requires_grad:
             raise ValueError(NO_GRADIENT)
         if self.window.held == 0:
@@ -53,7 +63,7 @@ class TrainingStep:
             self.merge([_share(loss, items, weighing.unit)], items, ends, retain_graph)
         else:
             self.merge([loss if weighing.kind == "sum" else loss / weighing.unit], 1, ends, retain_graph)
-        return self.close(("loss",)) if ends else Outcome(loss.detach(), closed=False)
+        return self.close(("loss",), observe=observe) if ends else Outcome(loss.detach(), closed=False)
 
     def merge(self, losses: Sequence[Tensor], weight: Number, ends: bool, retain_graph: bool = False) -> None:
         """Backward of the weighted `losses` of one micro-batch; reduces meanwhile if it ends the window."""
@@ -66,13 +76,20 @@ class TrainingStep:
         self.window.add(objective, losses=losses, weight=weight, ends=ends, retain_graph=retain_graph)
 
     @torch.no_grad()
-    def close(self, names: tuple[str, ...], samples: HostValue | None = None) -> Outcome:
+    def close(
+        self,
+        names: tuple[str, ...],
+        samples: HostValue | None = None,
+        observe: Callable[[Number], None] | None = None,
+    ) -> Outcome:
         """Turn the window into one update: average and reduce, unscale, check, clip, update, clear."""
         merged = self.window.merge()
         losses = [loss / merged.divisor for loss in merged.losses]
         scale = None if self.scaler is None else self.scaler.scale_tensor
         divisor = merged.divisor if scale is None else scale.double() * merged.divisor
         norm = gradients.global_norm(merged.grads, losses[0].device) / divisor
+        if observe is not None:
+            observe(divisor)
         finite = norm.isfinite() & torch.stack(losses).isfinite().all()
         gradients.divide_and_clip_(merged.grads, divisor, norm, self.clip_norm)
         lr = self.updater.lr

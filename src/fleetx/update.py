@@ -1,5 +1,6 @@
 """Moves the weights, or leaves everything as it was when the gradients are unusable."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ class Updater:
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.masters = _masters_for(optimizer)
+        self._step: Callable[[], Any] = optimizer.step
 
     def parameters(self) -> list[Tensor]:
         """The model's parameters that the optimizer moves."""
@@ -27,7 +29,8 @@ class Updater:
     @property
     def lr(self) -> float | Tensor:
         """The learning rate of the first group, as the next update will use it."""
-        return self.optimizer.param_groups[0]["lr"]
+        lr = self.optimizer.param_groups[0]["lr"]
+        return lr.clone() if isinstance(lr, Tensor) else lr  # a schedule changes a tensor in place
 
     @property
     def device(self) -> torch.device:
@@ -41,13 +44,17 @@ class Updater:
         if self._skips_on_device(finite):
             self._step_on_device(finite)
         elif finite.item():
-            self.optimizer.step()
+            self._step()
         if self.masters:
             self.masters.publish()
         if self.scheduler is not None:
             # torch warns when a schedule moves before its optimizer: here that is a skipped first window.
             self.scheduler.optimizer._opt_called = True
             self.scheduler.step()
+
+    def compile(self) -> None:
+        """Compile the optimizer's step."""
+        self._step = torch.compile(self.optimizer.step)
 
     def _skips_on_device(self, finite: Tensor) -> bool:
         """Whether the optimizer can leave out a step by itself, so that the host need not know."""
@@ -58,7 +65,7 @@ class Updater:
         optimizer.grad_scale = None
         optimizer.found_inf = (~finite).float()
         try:
-            optimizer.step()
+            self._step()
         finally:
             del optimizer.grad_scale, optimizer.found_inf
 
