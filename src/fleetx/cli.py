@@ -119,6 +119,34 @@ def bench_reduce(
     _show(f"One update: {figures['what']}", ("loop", "ms", "speed"), rows, path)
 
 
+@bench.command("train")
+def bench_train(
+    out: Annotated[Path, typer.Option(help="Where results are saved.")] = RESULTS,
+    only: Annotated[str | None, typer.Option(help="Only cases whose name contains this.")] = None,
+) -> None:
+    """Training speed of BERT-large and ResNet-50 on a GPU, against compiled models of other libraries."""
+    import torch
+
+    from fleetx.bench import train
+    from fleetx.bench.results import save_result
+
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("fleetx bench train needs a GPU, and this machine has none.")
+    cases = {}
+    for case in train.H200_CASES:
+        if only is None or only in case.name:
+            cases[case.name] = train.measure(case)
+            # Saved after each case, so that an interrupted run keeps what it has.
+            path = save_result("train", {"what": train.WHAT, "cases": cases}, out)
+            train.free()
+    rows = [
+        (f"{name}: {rival}", f"{speed:,.1f}", f"{result['speed_of_ours'].get(rival, 1.0):.3f}×")
+        for name, result in cases.items()
+        for rival, speed in result["samples_per_s"].items()
+    ]
+    _show(train.WHAT, ("model", "samples/s", "ours is"), rows, path)
+
+
 def _ms(value: float | None) -> str:
     return "" if value is None else f"{value:+.2f}"
 

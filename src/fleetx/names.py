@@ -59,6 +59,12 @@ def info(parameter: Tensor) -> ParameterInfo | None:
     return _registry.get(parameter)
 
 
+def label(parameter: Tensor) -> str:
+    """What a message calls a parameter: its name, or its shape where nobody told its name."""
+    known = info(parameter)
+    return known.name if known else f"a parameter of shape {tuple(parameter.shape)}"
+
+
 # A class says what it is in its own name or a base's: torch's BatchNorm2d and _BatchNorm, LlamaRMSNorm,
 # BatchNormAct2d. Only the end of a name counts: a LayerNormLSTMCell owns more than norms.
 _TAIL = r"(?:act|gated|fp32|bf16)?(?:\d+d?)?$"

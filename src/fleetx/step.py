@@ -57,12 +57,9 @@ class TrainingStep:
         if self.window.held == 0:
             self.window.weighing = self._weighing(items)
         self._require_same_weighing(items)
-        weighing = self.window.weighing
-        ends = self.window.held + 1 == self.k_steps
-        if items is not None:
-            self.merge([_share(loss, items, weighing.unit)], items, ends, retain_graph)
-        else:
-            self.merge([loss if weighing.kind == "sum" else loss / weighing.unit], 1, ends, retain_graph)
+        ends = self.window.held + 1 >= self.k_steps
+        with torch.enable_grad():  # the loss may have been computed outside of a no_grad that is active here
+            self.merge([self._share(loss, items)], 1 if items is None else items, ends, retain_graph)
         return self.close(("loss",), observe=observe) if ends else Outcome(loss.detach(), closed=False)
 
     def merge(self, losses: Sequence[Tensor], weight: Number, ends: bool, retain_graph: bool = False) -> None:
@@ -83,6 +80,15 @@ class TrainingStep:
         observe: Callable[[Number], None] | None = None,
     ) -> Outcome:
         """Turn the window into one update: average and reduce, unscale, check, clip, update, clear."""
+        try:
+            return self._close(names, samples, observe)
+        finally:
+            # Also when it failed: a window that stays would never be full again.
+            self.window.clear()
+
+    def _close(
+        self, names: tuple[str, ...], samples: HostValue | None, observe: Callable[[Number], None] | None
+    ) -> Outcome:
         merged = self.window.merge()
         losses = [loss / merged.divisor for loss in merged.losses]
         scale = None if self.scaler is None else self.scaler.scale_tensor
@@ -96,7 +102,6 @@ class TrainingStep:
         self.updater.update(finite)
         if self.scaler is not None:
             self.scaler.update(found_inf=~finite)
-        self.window.clear()
         self.watch.record(self._unusable(finite, losses, scale))
         return Outcome(
             loss=sum(losses[1:], start=losses[0]),
@@ -130,6 +135,16 @@ class TrainingStep:
             facts = shared.tolist()
         return facts[0] > 0, facts[1] > 0
 
+    def _share(self, loss: Tensor, items: Number | None) -> Tensor:
+        """The part of the window's loss that a micro-batch contributes."""
+        unit = self.window.weighing.unit
+        if items is None:
+            return loss if self.window.weighing.kind == "sum" else loss / unit
+        if not isinstance(items, Tensor) and items == 0:
+            # The mean over no items is NaN, but it weighs nothing.
+            return torch.zeros((), dtype=loss.dtype, device=loss.device)
+        return loss * (items / unit)
+
     def _weighing(self, items: Number | None) -> Weighing:
         if items is not None:
             return Weighing("items", unit=items if isinstance(items, Tensor) or items else 1)
@@ -148,10 +163,3 @@ class TrainingStep:
         if scale is None or self.scaler is None or not self.scaler.use_dynamic_loss_scaling:
             return ~finite
         return ~torch.stack(losses).isfinite().all() | (~finite & (scale <= 1.0))
-
-
-def _share(loss: Tensor, items: Number, unit: Number) -> Tensor:
-    """The part of a window's loss that a micro-batch contributes; without items it is nothing, whatever its mean."""
-    if not isinstance(items, Tensor) and items == 0:
-        return torch.zeros((), dtype=loss.dtype, device=loss.device)
-    return loss * (items / unit)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fleetx.comm import world
-from fleetx.comm.reducer import Reducer, ReducerSettings
+from fleetx.comm.reducer import Reducer, ReducerSettings, require_dense
+from fleetx.names import label
 
 Number = float | Tensor
 LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -51,6 +52,7 @@ class Window:
         self._settings = settings or ReducerSettings()
         self._reducer: Reducer | None = None
         self._has_left = False
+        self._marks: list[tuple[int, int]] = []
         self.reductions = 0
         self.held = 0
         self.weighing = Weighing("sum")
@@ -77,6 +79,8 @@ class Window:
         """
         if self.held == 0:
             self._drop_gradients()
+        else:
+            self._require_untouched()
         self.held += 1
         self.weight = self.weight + weight
         values = [loss.detach() for loss in losses]
@@ -85,20 +89,23 @@ class Window:
             with self._reducing() if ends and world.size() > 1 else nullcontext():
                 # A micro-batch without any items has nothing to differentiate.
                 if objective.requires_grad:
-                    objective.backward(retain_graph=retain_graph)
+                    self._backward(objective, retain_graph)
             if not ends and self._reducer is not None:
                 self._reducer.adopt()
         except BaseException as error:
             error.add_note(f"FleetX: the merge window was discarded with its {self.held} micro-batches.")
             self.discard()
             raise
+        self._marks = _marks_of(self._parameters())
 
     def merge(self) -> Merged:
         """The sums over micro-batches and workers. All workers must call it, also one that holds nothing."""
         if self.held == 0:
             self._drop_gradients()
+        elif not self._has_left:
+            self._require_untouched()
         if world.size() == 1:
-            grads = [parameter.grad for parameter in self._trainable() if parameter.grad is not None]
+            grads = [require_dense(p, p.grad) for p in self._trainable() if p.grad is not None]
             return Merged(grads, self._divisor(self.weight), self.losses)
         if not self._has_left:
             with self._reducing():
@@ -151,6 +158,32 @@ class Window:
         if self.held:
             for parameter, grad in zip(parameters, state["grads"], strict=True):
                 parameter.grad = None if grad is None else grad.clone().to(parameter.device)
+        self._marks = _marks_of(parameters)
+
+    def _backward(self, objective: Tensor, retain_graph: bool) -> None:
+        """Only this window's own parameters get gradients: a loss may reach through other people's models."""
+        trainable = self._trainable()
+        try:
+            objective.backward(retain_graph=retain_graph, inputs=trainable)
+        except RuntimeError as error:
+            if "second time" in str(error):
+                error.add_note("FleetX: minimize() runs backward itself. Leave out your own loss.backward().")
+            raise
+        if all(parameter.grad is None for parameter in trainable):
+            raise ValueError(
+                "the loss reached none of the optimizer's parameters: it was computed by another model. "
+                "Give minimize a loss of the model whose parameters the optimizer has."
+            )
+
+    def _require_untouched(self) -> None:
+        """Somebody else's backward(), zero_grad() or clipping in mid-window would silently change the update."""
+        for parameter, mark in zip(self._parameters(), self._marks, strict=True):
+            if _mark(parameter) != mark:
+                raise RuntimeError(
+                    f"the gradient of {label(parameter)} was changed outside of the optimizer while its window held "
+                    f"{self.held} micro-batches: by a backward(), zero_grad() or clipping of your own. Let minimize() "
+                    "do all of it (clip_norm= clips); for other gradients use torch.autograd.grad, or call flush() first."
+                )
 
     @contextmanager
     def _reducing(self) -> Generator[None]:
@@ -188,6 +221,16 @@ class Window:
         if reducer is None or reducer.extras != extras or not _same(reducer.parameters, trainable):
             reducer = self._reducer = Reducer(trainable, extras, self._settings)
         return reducer
+
+
+def _mark(parameter: Tensor) -> tuple[int, int]:
+    """Changes whenever a gradient is replaced or written."""
+    grad = parameter.grad
+    return (0, 0) if grad is None else (id(grad), grad._version)
+
+
+def _marks_of(parameters: Sequence[Tensor]) -> list[tuple[int, int]]:
+    return [_mark(parameter) for parameter in parameters]
 
 
 def _same(first: list[Tensor], second: list[Tensor]) -> bool:

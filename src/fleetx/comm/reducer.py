@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fleetx.comm.buckets import MIB, lay_out
+from fleetx.names import label
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ class Reducer:
         bucket = self._bucket_of[index]
         if bucket.work is not None:
             raise RuntimeError(
-                f"parameter {index} received another gradient in the same backward after its bucket had left: "
+                f"{label(self.parameters[index])} received another gradient in the same backward after its bucket had left: "
                 "reentrant checkpointing of a shared module does this. "
                 "Use torch.utils.checkpoint(..., use_reentrant=False)."
             )
@@ -176,12 +177,7 @@ class Reducer:
             self._take(index, grad)
 
     def _take(self, index: int, grad: Tensor) -> None:
-        if grad.layout != torch.strided:
-            raise TypeError(
-                f"parameter {index} of shape {tuple(grad.shape)} has a {grad.layout} gradient: only dense "
-                "gradients can be reduced. Set sparse=False on the embedding."
-            )
-        self._views[index].copy_(grad)
+        self._views[index].copy_(require_dense(self.parameters[index], grad))
         self.parameters[index].grad = self._views[index]
 
     def _send(self, bucket: _Bucket) -> None:
@@ -215,6 +211,16 @@ class Reducer:
     def _abandon(self) -> None:
         for bucket in self._buckets:
             bucket.work = None
+
+
+def require_dense(parameter: Tensor, grad: Tensor) -> Tensor:
+    """The gradient, unless it is sparse."""
+    if grad.layout != torch.strided:
+        raise TypeError(
+            f"{label(parameter)} of shape {tuple(grad.shape)} has a {grad.layout} gradient: only dense gradients can be "
+            "merged and reduced. Set sparse=False on the embedding."
+        )
+    return grad
 
 
 def _merge_dtype(parameter: Tensor) -> torch.dtype:

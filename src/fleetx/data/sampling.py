@@ -1,37 +1,126 @@
 """Which samples a worker sees: every sample once per epoch, dealt out to the workers batch by batch."""
 
 from collections.abc import Iterator
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
+
+from fleetx.comm import world
+from fleetx.data.randomness import Epoch, check_seed
+
+Last = Literal["keep", "wrap", "drop"]
+
+
+class BatchPlan(Protocol):
+    """The index batches of one worker, for any epoch."""
+
+    @property
+    def seed(self) -> int:
+        """What shuffling, and every other random decision, starts from."""
+        ...
+
+    def epoch(self, number: int) -> Iterator[Tensor]:
+        """The index batches of one epoch."""
+        ...
+
+    def count(self, number: int) -> int:
+        """How many batches that epoch has: the same on every worker."""
+        ...
+
+    def identity(self) -> dict[str, int | str | bool]:
+        """What must be unchanged for a saved position to mean the same batch."""
+        ...
 
 
 class ShardedBatches:
     """Index batches of one worker. The order depends on seed and epoch only, so all workers agree on it.
 
-    A global batch is dealt out with the workers' number as stride. The last batch of an epoch is shorter, and
-    nothing is lost or doubled: workers may differ by one sample, which the step weighs correctly. A batch too small
-    to give every worker a sample is left out.
+    A global batch is dealt out with the workers' number as stride. `last` says what becomes of the end of an epoch:
+
+    - `"keep"`: nothing is lost or doubled. The last batch is shorter, and workers may differ by one sample, which the
+      step weighs correctly. An end too small to give every worker a sample shares evenly with the batch before it
+      (and where even that is too small, it is filled to one sample each by wrapping to the epoch's first samples).
+    - `"wrap"`: filled to a multiple of the workers by wrapping, so that all workers have equally many samples.
+    - `"drop"`: only full batches.
     """
 
-    def __init__(self, size: int, global_batch: int, *, rank: int = 0, workers: int = 1, seed: int = 0) -> None:
-        if global_batch < workers:
+    def __init__(
+        self,
+        size: int,
+        global_batch: int,
+        *,
+        rank: int | None = None,
+        workers: int | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        last: Last = "keep",
+    ) -> None:
+        self.rank, self.workers = place(rank, workers)
+        if size < 1:
+            raise ValueError(f"a data set needs at least one sample, this one has {size}.")
+        if global_batch < self.workers:
             raise ValueError(
-                f"the global batch must give each worker a sample: {global_batch} samples for {workers} workers."
+                f"the global batch must give each worker a sample: {global_batch} samples for {self.workers} workers."
+            )
+        if last not in get_args(Last):
+            raise ValueError(f"last must be one of {', '.join(map(repr, get_args(Last)))}, got {last!r}.")
+        if last == "drop" and size < global_batch:
+            raise ValueError(
+                f"last='drop' gives only full batches, and {size} samples do not fill one of {global_batch}: "
+                "make the batch smaller or use last='keep'."
             )
         self.size = size
         self.global_batch = global_batch
-        self.rank = rank
-        self.workers = workers
-        self.seed = seed
+        self.seed = check_seed(seed)
+        self.shuffle = shuffle
+        self.last = last
+        self._sizes = self._batch_sizes()
 
     def __len__(self) -> int:
-        full, rest = divmod(self.size, self.global_batch)
-        return full + (rest >= self.workers)
+        return len(self._sizes)
+
+    def count(self, number: int) -> int:
+        """Every epoch has equally many batches."""
+        del number
+        return len(self)
 
     def epoch(self, number: int) -> Iterator[Tensor]:
         """The index batches of one epoch."""
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
-        order = torch.randperm(self.size, generator=generator)
-        for batch in order.split(self.global_batch)[: len(self)]:
+        order = Epoch(self.seed, number).order(self.size) if self.shuffle else torch.arange(self.size)
+        wanted = sum(self._sizes)
+        if wanted > self.size:
+            order = order.repeat(-(-wanted // self.size))
+        for batch in order[:wanted].split(self._sizes):
             yield batch[self.rank :: self.workers]
+
+    def identity(self) -> dict[str, int | str | bool]:
+        """The number of workers is not part of it: the same global batch, dealt to more or fewer, is the same batch."""
+        return {
+            "size": self.size,
+            "global_batch": self.global_batch,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "last": self.last,
+        }
+
+    def _batch_sizes(self) -> list[int]:
+        full, rest = divmod(self.size, self.global_batch)
+        sizes = [self.global_batch] * full
+        if rest == 0 or self.last == "drop":
+            return sizes
+        if self.last == "wrap":
+            return [*sizes, rest + -rest % self.workers]
+        if rest < self.workers and full and self.global_batch + rest >= 2 * self.workers:
+            both = sizes.pop() + rest
+            return [*sizes, both - both // 2, both // 2]
+        return [*sizes, max(rest, self.workers)]
+
+
+def place(rank: int | None, workers: int | None) -> tuple[int, int]:
+    """This worker's number and how many there are; what is not given is asked of the job."""
+    number = world.rank() if rank is None else rank
+    count = world.size() if workers is None else workers
+    if not 0 <= number < count:
+        raise ValueError(f"a worker's number is from 0 to workers - 1: got rank {number} of {count} workers.")
+    return number, count

@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -13,8 +13,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 BANNER = "-----------  Configuration Arguments -----------"
 
 
-def launch(command: Sequence[str], *, workers: int) -> int:
+def launch(command: Sequence[str], *, workers: int, environment: Mapping[str, str] | None = None) -> int:
     """Run a script (or `-m module`) with its arguments on `workers` processes; gives the exit code to pass on."""
+    os.environ.update(environment or {})
     print(configuration({"nproc_per_node": workers, "script": " ".join(command)}), flush=True)
     # Workers that each start a thread per core would fight over the cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))

@@ -72,11 +72,13 @@ class BoundProgram:
         if not program.compile:
             tell_once("eager", "the program was made with compile=False: it runs eagerly.")
         self.forwards = CompiledForwards(self.model, enabled=program.compile, mode=program.mode)
+        self._resolved: dict[Any, Fetch] = {}
+        self._inputs = program.inputs
         self._loss_names: tuple[str, ...] = tuple(getattr(self.model, "losses", ()))
 
     def run(self, feed: Mapping[str, Any], wanted: list[Any]) -> list[Any]:
         """One micro-batch with everything that was asked for."""
-        fetches = [resolve(want, self.model, self._loss_names) for want in wanted]
+        fetches = [self._resolve(want) for want in wanted]
         batch = self._batch(feed)
         outputs = tuple(sorted({fetch.name for fetch in fetches if fetch.kind == "output"}))
         values: dict[Fetch, Any] = {}
@@ -89,6 +91,13 @@ class BoundProgram:
             values |= {Fetch("output", name): value for name, value in taps.items()}
         values |= {Fetch("loss", name): loss for name, loss in losses.items()}
         return [self._value(fetch, values) for fetch in fetches]
+
+    def _resolve(self, want: Any) -> Fetch:
+        # Looking through all names of a large model takes longer than some steps.
+        key = want if isinstance(want, str) else getattr(want, "name", None)
+        if key not in self._resolved:
+            self._resolved[key] = resolve(want, self.model, self._loss_names)
+        return self._resolved[key]
 
     def _train(self, batch: dict[str, Any], fetches: list[Fetch], values: dict[Fetch, Any]) -> dict[str, Tensor]:
         assert self.optimizer is not None
@@ -131,7 +140,7 @@ class BoundProgram:
         return values[fetch]
 
     def _batch(self, feed: Mapping[str, Any]) -> dict[str, Any]:
-        known = self.program.inputs
+        known = self._inputs
         for name in feed:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)

@@ -55,8 +55,7 @@ class OutputTaps:
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         self.outputs: dict[str, Any] = {}
-        modules = dict(model.named_modules(remove_duplicate=False))
-        self._handles = [modules[name].register_forward_hook(self._tap(name)) for name in names]
+        self._handles = [model.get_submodule(name).register_forward_hook(self._tap(name)) for name in names]
 
     def _tap(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         outputs = self.outputs

@@ -1,0 +1,169 @@
+"""The body of BERT: embeddings, encoder layers and pooler, with Hugging Face's module names.
+
+Under autocast the residual stream stays in the low precision, so that what is kept at the border of two layers is
+half as large as with torch's own autocast, whose LayerNorm gives fp32.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fleetx.applications.bert_config import BertConfig
+
+
+def compute_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype in which a matrix product of this tensor would run here."""
+    device = tensor.device.type
+    if tensor.dtype == torch.float32 and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return tensor.dtype
+
+
+class StreamLayerNorm(nn.LayerNorm):
+    """A LayerNorm whose output has the dtype of its input; its statistics are fp32 at least, inside the kernel."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The normalised tensor."""
+        # Autocast would first copy the input to fp32 and keep that copy for the backward.
+        with torch.autocast(input.device.type, enabled=False):
+            weight, bias = self.weight.to(input.dtype), self.bias.to(input.dtype)
+            return functional.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
+
+
+class BertEmbeddings(nn.Module):
+    """Words, their positions and their sentences, added up and normalised."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.word_embeddings = nn.Embedding(config.vocab_size, config.width, padding_idx=config.pad_token_id)
+        self.position_embeddings = nn.Embedding(config.max_positions, config.width)
+        self.token_type_embeddings = nn.Embedding(config.token_types, config.width)
+        self.LayerNorm = StreamLayerNorm(config.width, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor | None) -> Tensor:
+        """The first hidden states; this is where the residual stream gets its dtype."""
+        words = self.word_embeddings(input_ids)
+        first_type = self.token_type_embeddings.weight[0]
+        types = first_type if token_type_ids is None else self.token_type_embeddings(token_type_ids)
+        positions = self.position_embeddings.weight[: input_ids.shape[1]]
+        hidden = self.LayerNorm(words + types + positions)
+        return self.dropout(hidden.to(compute_dtype(hidden)))
+
+
+class BertSelfAttention(nn.Module):
+    """Scaled dot-product attention of several heads."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.dropout = config.attention_dropout
+        self.query = nn.Linear(config.width, config.width)
+        self.key = nn.Linear(config.width, config.width)
+        self.value = nn.Linear(config.width, config.width)
+
+    def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        """What each position gathers from those that `mask` leaves visible."""
+        query, key, value = (self._by_head(part(hidden)) for part in (self.query, self.key, self.value))
+        dropout = self.dropout if self.training else 0.0
+        context = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
+        return context.transpose(1, 2).flatten(2)
+
+    def _by_head(self, projected: Tensor) -> Tensor:
+        return projected.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+
+class BertResidual(nn.Module):
+    """The end of a half layer: projection, dropout, shortcut, and the norm after the sum (post-LN)."""
+
+    def __init__(self, width_in: int, config: BertConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(width_in, config.width)
+        self.LayerNorm = StreamLayerNorm(config.width, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, hidden: Tensor, shortcut: Tensor) -> Tensor:
+        """The new residual stream."""
+        return self.LayerNorm(self.dropout(self.dense(hidden)) + shortcut)
+
+
+class BertAttention(nn.Module):
+    """The first half of a layer."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.self = BertSelfAttention(config)
+        self.output = BertResidual(config.width, config)
+
+    def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        """Attention and its shortcut."""
+        return self.output(self.self(hidden, mask), hidden)
+
+
+class BertIntermediate(nn.Module):
+    """Widening and the nonlinearity."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.width, config.intermediate)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The wide hidden states."""
+        return functional.gelu(self.dense(hidden))
+
+
+class BertLayer(nn.Module):
+    """Attention, then the feed-forward half."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.attention = BertAttention(config)
+        self.intermediate = BertIntermediate(config)
+        self.output = BertResidual(config.intermediate, config)
+
+    def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        """The next hidden states, in the dtype of those given."""
+        hidden = self.attention(hidden, mask)
+        return self.output(self.intermediate(hidden), hidden)
+
+
+class BertEncoder(nn.Module):
+    """The layers, one after the other."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList(BertLayer(config) for _ in range(config.layers))
+
+    def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        """The last hidden states."""
+        for layer in self.layer:
+            hidden = layer(hidden, mask)
+        return hidden
+
+
+class BertPooler(nn.Module):
+    """One vector per sample, from its first token."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.width, config.width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The pooled vectors."""
+        return torch.tanh(self.dense(hidden[:, 0]))
+
+
+class BertBody(nn.Module):
+    """Everything below the heads: what Hugging Face calls `bert`."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.embeddings = BertEmbeddings(config)
+        self.encoder = BertEncoder(config)
+        self.pooler = BertPooler(config)
+
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor:
+        """The last hidden states; `attention_mask` is 1 (or True) for real tokens and 0 for padding."""
+        # One row per sample, seen by all its heads and positions. Without padding no mask at all is the fastest.
+        mask = None if attention_mask is None else attention_mask[:, None, None, :].bool()
+        return self.encoder(self.embeddings(input_ids, token_type_ids), mask)

@@ -1,0 +1,221 @@
+"""One loader for all data sets: sharded, read ahead by processes, and resumable to the exact next batch.
+
+What a batch holds depends on seed, epoch and sample indices only, and which samples it holds on the plan only. So a
+position is two numbers, the epoch and the batches already given, whatever the loading processes have read ahead.
+"""
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, TypedDict, get_args
+
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+from fleetx.data.reading import BatchReader, Collate, EpochSamples, Failure, OnError, Reply, Request
+from fleetx.data.sampling import BatchPlan
+
+
+class Loading(TypedDict, total=False):
+    """Options that every loader takes, for how batches are read; none changes what they hold."""
+
+    num_workers: int
+    """Loading processes; 0 reads in the training process."""
+    prefetch: int
+    """Batches that each loading process reads ahead."""
+    pin_memory: bool
+    """Whether batches arrive in page-locked memory, from which copies to the device can overlap with work."""
+    timeout: float
+    """Seconds to wait for one batch before giving up; 0 waits for ever."""
+    start_method: str | None
+    """How loading processes are started; torch's default (fork on Linux) where it is None."""
+
+
+class Loader:
+    """Batches of one worker. Iterate it, or call it as the guide does: both give the rest of the current epoch.
+
+    The position moves when a batch is handed over, so leaving a loop and entering it again goes on with the next batch,
+    as does a new process after `load_state_dict`. With the last batch of an epoch the position becomes the start of the
+    next one. `set_epoch` goes to the start of any epoch. Only the newest iteration may be continued.
+
+    >>> from fleetx.data import ShardedBatches
+    >>> loader = Loader(["a", "b", "c"], ShardedBatches(3, 2, shuffle=False), collate=list)
+    >>> next(iter(loader)), loader.state_dict()["batches"], list(loader), loader.epoch
+    (['a', 'b'], 1, [['c']], 1)
+    """
+
+    def __init__(
+        self,
+        dataset: EpochSamples | Sequence[Any],
+        plan: BatchPlan,
+        *,
+        collate: Collate = default_collate,
+        on_error: OnError = "raise",
+        num_workers: int = 0,
+        prefetch: int = 2,
+        pin_memory: bool = False,
+        timeout: float = 300.0,
+        start_method: str | None = None,
+    ) -> None:
+        check_on_error(on_error)
+        for name, value, least in (("num_workers", num_workers, 0), ("prefetch", prefetch, 1), ("timeout", timeout, 0)):
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}.")
+        self.plan = plan
+        self.num_workers = num_workers
+        self.prefetch = prefetch
+        self.pin_memory = pin_memory
+        self.timeout = timeout
+        self.start_method = start_method
+        self.skipped: Counter[str] = Counter(getattr(dataset, "skipped", {}))
+        self._reader = BatchReader(dataset, collate, plan.seed, on_error)
+        self._epoch = 0
+        self._given = 0
+        self._iteration = 0
+        self._stream: Iterator[Reply | Failure] | None = None
+
+    @property
+    def dataset(self) -> EpochSamples | Sequence[Any]:
+        """The samples."""
+        return self._reader.dataset
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch."""
+        return self._epoch
+
+    def __len__(self) -> int:
+        """Batches of the current epoch, those already given included."""
+        return self.plan.count(self._epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._iteration += 1
+        return self._rest_of_epoch(self._iteration)
+
+    def __call__(self) -> Iterator[Any]:
+        """The guide's spelling of `iter(loader)`."""
+        return iter(self)
+
+    def set_epoch(self, number: int) -> None:
+        """Go to the start of an epoch; nothing happens if that is where the loader stands."""
+        if number < 0:
+            raise ValueError(f"epochs are counted from 0, got {number}.")
+        self._go_to(number, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position and what it depends on; equal on all workers."""
+        return {"epoch": self._epoch, "batches": self._given, "plan": self.plan.identity()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved position. The number of loading processes may differ; the plan of the batches may not."""
+        mine = self.plan.identity()
+        differing = [
+            f"{name} was {state['plan'].get(name)!r} and is {mine.get(name)!r}"
+            for name in sorted({*mine, *state["plan"]})
+            if state["plan"].get(name) != mine.get(name)
+        ]
+        if differing:
+            raise ValueError(
+                f"a position can only be resumed with the same plan of batches: {'; '.join(differing)}. "
+                "Build the loader as it was, or use set_epoch to start an epoch anew."
+            )
+        epoch, given = int(state["epoch"]), int(state["batches"])
+        if epoch < 0 or not 0 <= given < self.plan.count(epoch):
+            raise ValueError(f"there is no batch {given} in epoch {epoch}: it has {self.plan.count(max(epoch, 0))}.")
+        self._go_to(epoch, given)
+
+    def close(self) -> None:
+        """End the loading processes; the position stays. Iterating starts new ones."""
+        self._stream = None
+
+    def _go_to(self, epoch: int, given: int) -> None:
+        if (epoch, given) != (self._epoch, self._given):
+            self.close()
+            self._iteration += 1
+            self._epoch, self._given = epoch, given
+
+    def _rest_of_epoch(self, iteration: int) -> Iterator[Any]:
+        for _ in range(len(self) - self._given):
+            if iteration != self._iteration:
+                raise RuntimeError(
+                    "a loader has one position, and a newer iteration (or set_epoch, load_state_dict) has moved it: "
+                    "go on with that one, or build a loader of its own for each loop."
+                )
+            yield self._next_batch()
+
+    def _next_batch(self) -> Any:
+        reply = self._next_reply()
+        if isinstance(reply, Failure):
+            self.close()
+            raise reply.kind(reply.message)
+        self.skipped.update(reply.skipped)
+        self._given += 1
+        if self._given == len(self):
+            self._epoch, self._given = self._epoch + 1, 0
+        return reply.batch
+
+    def _next_reply(self) -> Reply | Failure:
+        try:
+            if self._stream is None:
+                self._stream = self._open_stream()
+            return next(self._stream)
+        except BaseException as error:
+            # A stream that failed may have lost a batch; the position has not, so a retry opens a new stream there.
+            self.close()
+            if isinstance(error, RuntimeError) and str(error).startswith("DataLoader "):
+                raise RuntimeError(self._lost_process(error)) from error
+            raise
+
+    def _lost_process(self, error: RuntimeError) -> str:
+        return (
+            f"a loading process was lost while batch {self._given} of epoch {self._epoch} was awaited: {error}. "
+            f"Too little memory (also in /dev/shm) is the usual cause: lower num_workers (now {self.num_workers}) or "
+            f"prefetch (now {self.prefetch}). If reading is slow, raise timeout (now {self.timeout:g} s)."
+        )
+
+    def _open_stream(self) -> Iterator[Reply | Failure]:
+        parallel = self.num_workers > 0
+        loader = DataLoader(
+            self._reader,
+            batch_size=None,  # the reader makes whole batches
+            sampler=_Requests(self.plan, self._epoch, self._given),  # pyrefly: ignore[bad-argument-type]
+            collate_fn=_as_it_is,
+            num_workers=self.num_workers,
+            prefetch_factor=self.prefetch if parallel else None,
+            pin_memory=self.pin_memory,
+            timeout=self.timeout if parallel else 0,
+            multiprocessing_context=self.start_method if parallel else None,
+            # Without its own generator torch would draw a seed from the global one, and so disturb the training's.
+            generator=torch.Generator(),
+        )
+        with warnings.catch_warnings():
+            # Python 3.12 warns of forks beside threads. Loading processes touch no lock of theirs: they only decode.
+            warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+            return iter(loader)
+
+
+class _Requests:
+    """What to read, from a position on without end: reading ahead does not stop between two epochs."""
+
+    def __init__(self, plan: BatchPlan, epoch: int, given: int) -> None:
+        self._plan = plan
+        self._epoch = epoch
+        self._given = given
+
+    def __iter__(self) -> Iterator[Request]:
+        epoch, given = self._epoch, self._given
+        while True:
+            for number, indices in enumerate(self._plan.epoch(epoch)):
+                if number >= given:
+                    yield Request(epoch, indices.tolist())
+            epoch, given = epoch + 1, 0
+
+
+def check_on_error(on_error: str) -> None:
+    """Raise unless it names what to do about bad samples."""
+    if on_error not in get_args(OnError):
+        raise ValueError(f"on_error must be 'raise' or 'skip', got {on_error!r}.")
+
+
+def _as_it_is(reply: Any) -> Any:
+    return reply

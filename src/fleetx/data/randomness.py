@@ -1,0 +1,37 @@
+"""Random decisions about samples: each a function of seed, epoch and sample, never of who decides or in which order."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# Independent purposes draw from independent streams of the same epoch.
+SAMPLE_STREAM, SWAP_STREAM = 0, 1
+LARGEST_SEED = 2**40
+
+
+class Epoch(NamedTuple):
+    """One pass over a data set. Together with a sample's index it fixes every random decision about that sample."""
+
+    seed: int
+    number: int
+
+    def rng(self, index: int, stream: int = SAMPLE_STREAM) -> np.random.Generator:
+        """A generator of its own for each sample, the same in whichever process it is made."""
+        # Philox is counter-based: an index in the upper half of the counter starts a sequence that meets no other.
+        key = np.array([self.seed, self.number], dtype=np.uint64)
+        counter = np.array([0, 0, index, stream], dtype=np.uint64)
+        return np.random.Generator(np.random.Philox(key=key, counter=counter))
+
+    def order(self, size: int) -> Tensor:
+        """All indices, shuffled; equal on all workers."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.number)
+        return torch.randperm(size, generator=generator)
+
+
+def check_seed(seed: int) -> int:
+    """The seed, if it can be used."""
+    if not 0 <= seed < LARGEST_SEED:
+        raise ValueError(f"the seed must be from 0 to 2**40 - 1, got {seed}.")
+    return seed

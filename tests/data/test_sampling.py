@@ -1,0 +1,138 @@
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fleetx.data import Epoch, ShardedBatches, TokenBatches
+from fleetx.data.token_batches import grow
+
+shapes = st.tuples(st.integers(1, 60), st.integers(1, 5), st.integers(1, 7), st.booleans())
+
+
+def deal(plans, epoch=0):
+    return [[batch.tolist() for batch in plan.epoch(epoch)] for plan in plans]
+
+
+def sharded(size, workers, per_worker, **options):
+    return [
+        ShardedBatches(size, workers * per_worker, rank=rank, workers=workers, **options) for rank in range(workers)
+    ]
+
+
+def all_of(dealt):
+    return Counter(index for rank in dealt for batch in rank for index in batch)
+
+
+def check_rounds(dealt, plans, epoch=0):
+    assert {len(rank) for rank in dealt} == {plans[0].count(epoch)}
+    assert all(batch for rank in dealt for batch in rank)
+
+
+@settings(deadline=None, max_examples=150)
+@given(shapes)
+def test_keep_gives_every_sample_once(shape):
+    size, workers, per_worker, shuffle = shape
+    plans = sharded(size, workers, per_worker, shuffle=shuffle)
+    dealt = deal(plans)
+    check_rounds(dealt, plans)
+    seen = all_of(dealt)
+    assert set(seen) == set(range(size))
+    end = size % (workers * per_worker)
+    fits = end == 0 or end >= workers or (size > end and per_worker >= 2)
+    if fits:
+        assert set(seen.values()) == {1}
+    assert seen.total() - size < workers
+    assert all(len(batch) <= per_worker for rank in dealt for batch in rank)
+
+
+@settings(deadline=None, max_examples=100)
+@given(shapes)
+def test_wrap_gives_all_workers_equally_many(shape):
+    size, workers, per_worker, shuffle = shape
+    plans = sharded(size, workers, per_worker, shuffle=shuffle, last="wrap")
+    dealt = deal(plans)
+    check_rounds(dealt, plans)
+    seen = all_of(dealt)
+    assert set(seen) == set(range(size))
+    assert 0 <= seen.total() - size < workers
+    for turn in zip(*dealt, strict=True):
+        assert len({len(batch) for batch in turn}) == 1
+
+
+@settings(deadline=None, max_examples=100)
+@given(shapes)
+def test_drop_gives_full_batches_only(shape):
+    size, workers, per_worker, shuffle = shape
+    if size < workers * per_worker:
+        with pytest.raises(ValueError, match=r"last='drop' gives only full batches.*use last='keep'"):
+            sharded(size, workers, per_worker, last="drop")
+        return
+    dealt = deal(sharded(size, workers, per_worker, shuffle=shuffle, last="drop"))
+    assert {len(batch) for rank in dealt for batch in rank} == {per_worker}
+    assert set(all_of(dealt).values()) == {1}
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=60), st.integers(1, 5), st.integers(30, 90), st.integers(0, 9))
+def test_token_batches_give_every_sample_once(lengths, workers, tokens, seed):
+    lengths = np.array(lengths)
+    plans = [TokenBatches(lambda _: lengths, tokens, rank=r, workers=workers, seed=seed) for r in range(workers)]
+    dealt = deal(plans, 3)
+    check_rounds(dealt, plans, 3)
+    seen = all_of(dealt)
+    assert set(seen) == set(range(len(lengths)))
+    assert seen.total() - len(lengths) < workers
+    for rank in dealt:
+        for batch in rank:
+            assert len(batch) * lengths[batch].max() <= tokens
+
+
+def test_a_token_batch_grows_while_one_more_fits():
+    assert grow(np.array([4, 4, 4, 4]), 12) == [3, 1]
+    assert grow(np.array([2, 2, 2, 6, 1]), 12) == [3, 2]
+    assert grow(np.array([12, 1, 1]), 12) == [1, 2]
+
+
+def test_epochs_differ_and_the_same_epoch_does_not():
+    plan = ShardedBatches(100, 10, seed=3)
+    assert deal([plan], 1) == deal([ShardedBatches(100, 10, seed=3)], 1)
+    assert deal([plan], 1) != deal([plan], 2)
+    assert deal([plan], 1) != deal([ShardedBatches(100, 10, seed=4)], 1)
+    assert deal([ShardedBatches(5, 5, shuffle=False)], 9) == [[[0, 1, 2, 3, 4]]]
+
+
+def test_the_global_batch_does_not_depend_on_the_number_of_workers():
+    alone = [batch.tolist() for batch in ShardedBatches(50, 12).epoch(2)]
+    for turn, batch in zip(zip(*deal(sharded(50, 3, 4), 2), strict=True), alone, strict=True):
+        assert sorted(sum(turn, [])) == sorted(batch)
+
+
+def test_random_streams_depend_on_each_of_seed_epoch_sample_and_purpose():
+    draws = [
+        Epoch(seed, number).rng(index, stream).random()
+        for seed in (0, 1)
+        for number in (0, 1)
+        for index in (0, 1)
+        for stream in (0, 1)
+    ]
+    assert len(set(draws)) == 16
+    assert Epoch(1, 2).rng(3).random() == Epoch(1, 2).rng(3).random()
+    assert torch.equal(Epoch(0, 5).order(9), torch.randperm(9, generator=torch.Generator().manual_seed(5)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"size": 0}, r"at least one sample, this one has 0"),
+        ({"global_batch": 1, "workers": 2, "rank": 0}, r"must give each worker a sample: 1 samples for 2 workers"),
+        ({"last": "half"}, r"last must be one of 'keep', 'wrap', 'drop', got 'half'"),
+        ({"seed": -1}, r"seed must be from 0 to 2\*\*40 - 1, got -1"),
+        ({"rank": 2, "workers": 2}, r"from 0 to workers - 1: got rank 2 of 2"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ShardedBatches(**({"size": 10, "global_batch": 4} | arguments))

@@ -1,0 +1,164 @@
+"""The applications on a CUDA device, against torchvision, timm and transformers, and without waiting for the device."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import fleetx as X
+from fleetx import fleet
+from fleetx.applications import Bert_base, Resnet50
+from fleetx.applications.bert_config import to_hugging_face
+from tests.applications import bert_plain as plain
+from tests.gpu.test_step import NoWaiting
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _needs_cuda():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def _true_fp32():
+    """TF32, torch's default for convolutions, has ten bits: 1e-4 needs all of fp32's."""
+    cudnn = torch.backends.cudnn
+    before = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision  # torch wants both alike
+    cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = "ieee"
+    yield
+    cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = before
+
+
+def imported(name):
+    """Other projects may warn on import; that is not ours to fail on."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip(name, exc_type=ImportError)
+
+
+def with_statistics(model):
+    """Running statistics and norms away from 0 and 1, so that a swapped one would show."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_(0, 0.1)
+            module.running_var.uniform_(0.5, 1.5)
+            module.weight.data.uniform_(0.5, 1.0)
+            module.bias.data.normal_(0, 0.1)
+    return model
+
+
+def assert_near(ours, theirs):
+    """To 1e-4 of the largest: logits of an untrained network may have any size."""
+    assert (ours - theirs).abs().max() <= 1e-4 * max(1.0, theirs.abs().max().item())
+
+
+@pytest.mark.parametrize("library", ["torchvision", "timm"])
+def test_resnet50_has_the_weights_and_the_logits_of_others(library):
+    torch.manual_seed(0)
+    if library == "torchvision":
+        theirs = imported("torchvision").models.resnet50()
+    else:
+        theirs = imported("timm").create_model("resnet50", pretrained=False)
+    theirs = with_statistics(theirs).cuda().eval()
+    ours = Resnet50().cuda().eval()
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    images = torch.randn(4, 3, 224, 224, device="cuda")
+    with torch.no_grad():
+        assert_near(ours(images), theirs(images))
+
+
+@pytest.mark.parametrize("sizes", [plain.SIZES, {}], ids=["small", "base"])
+def test_bert_has_the_weights_and_the_logits_of_transformers(sizes):
+    transformers = imported("transformers")
+    torch.manual_seed(0)
+    ours = Bert_base(**sizes).cuda().eval()
+    theirs = transformers.BertForPreTraining(transformers.BertConfig(**to_hugging_face(ours.config))).cuda().eval()
+    for parameter in theirs.parameters():
+        parameter.data.add_(0.02 * torch.randn_like(parameter))
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    inputs = on_device(plain.batch())
+    inputs = {name: inputs[name] for name in ("input_ids", "token_type_ids", "attention_mask")}
+    with torch.no_grad():
+        predictions, relationship = ours(**inputs)
+        expected = theirs(**inputs)
+    assert_near(predictions, expected.prediction_logits)
+    assert_near(relationship, expected.seq_relationship_logits)
+
+
+def on_device(batch):
+    return {name: tensor.cuda() for name, tensor in batch.items()}
+
+
+def test_the_forward_on_the_device_equals_the_cpu_in_fp64():
+    model, inputs = plain.tiny(loss_chunk=4).double(), plain.batch()
+    there = copy.deepcopy(model).cuda()
+    here_losses, there_losses = model(**inputs), there(**on_device(inputs))
+    sum(here_losses.values()).backward()
+    sum(there_losses.values()).backward()
+    for name, loss in here_losses.items():
+        torch.testing.assert_close(there_losses[name].cpu(), loss, rtol=1e-12, atol=1e-12)
+    for one, other in zip(there.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad.cpu(), other.grad, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_residual_stream_stays_low_under_autocast(dtype):
+    model, inputs = plain.tiny(dropout=0.1).cuda(), on_device(plain.batch())
+    seen = []
+    for module in (model.bert.embeddings, *model.bert.encoder.layer):
+        module.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    with torch.autocast("cuda", dtype):
+        losses = model(**inputs)
+    assert seen == [dtype] * 3
+    assert {loss.dtype for loss in losses.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("amp", [{"dtype": "bfloat16"}, {"use_pure_bf16": True}], ids=["autocast", "pure"])
+@pytest.mark.parametrize("application", ["bert", "resnet"])
+def test_a_step_does_not_wait_for_the_device(application, amp):
+    if application == "bert":
+        model, batch = Bert_base(**plain.SIZES).cuda(), on_device(plain.batch(n=8))
+    else:
+        model = Resnet50(classes=5, depths=(1, 1, 1, 1), width=16).cuda().to(memory_format=torch.channels_last)
+        images = torch.randint(0, 256, (8, 3, 64, 64), dtype=torch.uint8, device="cuda")
+        batch = {"images": images, "labels": torch.randint(0, 5, (8,), device="cuda")}
+    strategy = fleet.DistributedStrategy(
+        amp=True, amp_configs=amp, gradient_merge=True, gradient_merge_configs={"k_steps": 2}
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    step = X.Step(model, optimizer, strategy=strategy, items=model.items)
+    for _ in range(3):
+        step(batch)
+    with NoWaiting():
+        for _ in range(3):
+            out = step(batch)
+    assert out.loss.isfinite()
+
+
+def test_the_logits_never_dominate_device_memory():
+    torch.manual_seed(0)
+    model = Bert_base(**{**plain.SIZES, "vocab_size": 30522, "width": 64, "max_positions": 128}).cuda()
+    n, masked = 256, 20
+    positions = torch.arange(masked, device="cuda").expand(n, masked)
+    batch = {
+        "input_ids": torch.randint(0, 30522, (n, 128), device="cuda"),
+        "masked_positions": positions,
+        "masked_labels": torch.randint(0, 30522, (n, masked), device="cuda"),
+    }
+
+    def peak(chunk):
+        model.cls.predictions.loss_chunk = chunk
+        model.zero_grad(set_to_none=True)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        model(**batch)["mlm"].backward()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    logits = 4 * n * masked * 30522
+    peak(256)  # the first run allocates workspaces
+    assert peak(256) < 0.6 * logits < logits < peak(n * masked)
