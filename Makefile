@@ -1,4 +1,4 @@
-# Five commands: run, test, test-full, format, clean. Each builds the environment it needs.
+# `make help` lists the commands. Each builds the environment it needs.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin

@@ -37,7 +37,7 @@ class Case:
 
 CASES = [
     *(Case(optimizer, ragged) for optimizer in ("sgd", "adam", "lars", "lamb") for ragged in (False, True)),
-    *(Case(optimizer, ragged, avg=False) for optimizer in ("sgd", "lamb") for ragged in (False, True)),
+    *(Case(optimizer, ragged, avg=False) for optimizer in ("sgd", "adam", "lars", "lamb") for ragged in (False, True)),
     Case("adam", ragged=True, clip_norm=0.05),
 ]
 
@@ -88,6 +88,30 @@ def micro_batches(batch):
 
 def mean_loss(model, batch):
     return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def contrast(model, batch):
+    """A loss of two forwards."""
+    return (model(batch[0]) - model(-batch[0])).square().mean()
+
+
+def train_awkward(workers):
+    """What tests/jobs/exactness_worker.py: awkward_windows does, on whole batches."""
+    net = make_net()
+    optimizer = make_optimizer("sgd", net)
+    first, second, third = batches(Case(), workers)[:3]
+    parts = [micro_batches(part(second, rank, workers))[:2] for rank in range(workers)]
+    seen = [torch.cat([micro[index] for micros in parts for micro in micros]) for index in range(2)]
+
+    def two_losses():
+        return (mean_loss(net, seen) + net(seen[0]).square().mean()) / 2
+
+    for loss in (lambda: contrast(net, first), two_losses, lambda: mean_loss(net, third)):
+        net.zero_grad()
+        loss().backward()
+        optimizer.step()
+        net.frozen.requires_grad_(loss is two_losses)
+    return net.state_dict()
 
 
 def global_loss(case, model, batch, workers):

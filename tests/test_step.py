@@ -219,3 +219,40 @@ def test_contradictory_arguments():
     optimizer.minimize(plain.mean_loss(net, batch()))
     with pytest.raises(RuntimeError, match=r"already holds 1 micro-batches.*flush"):
         step(batch())
+
+
+def test_losses_are_matched_by_name_and_must_stay_the_same():
+    calls = []
+
+    def turned_round(model, micro):
+        loss = plain.mean_loss(model, micro)
+        pair = [("a", loss), ("b", loss * 100)]
+        calls.append(1)
+        return dict(pair if len(calls) % 2 else pair[::-1])
+
+    net = plain.make_net()
+    out = X.Step(net, sgd(net), compute=turned_round, strategy=merging())(batch())
+    assert out.losses["b"].item() == pytest.approx(100 * out.losses["a"].item())
+
+    def sometimes_two(model, micro):
+        calls.append(1)
+        loss = plain.mean_loss(model, micro)
+        return {"a": loss} if len(calls) % 2 else {"a": loss, "b": loss}
+
+    net = plain.make_net()
+    with pytest.raises(ValueError, match="every micro-batch must give the same losses"):
+        X.Step(net, sgd(net), compute=sometimes_two, strategy=merging())(batch())
+
+
+def test_amp_around_the_model_must_be_entered():
+    net = nn.Sequential(nn.Linear(6, 3))
+    strategy = fleet.DistributedStrategy(amp=True, amp_configs={"dtype": "bfloat16"})
+    step = X.Step(net, sgd(net), compute=lambda model, b: model[0](b[0]).sum(), strategy=strategy)
+    with pytest.raises(ValueError, match=r"amp is on, but the loss was computed without calling model\(...\)"):
+        step((torch.randn(4, 6), torch.zeros(4)))
+
+
+def test_a_strategy_in_the_place_of_the_loss():
+    net = plain.make_net()
+    with pytest.raises(TypeError, match=r"loss_fn must be a function.*strategy=strategy"):
+        X.Step(net, sgd(net), merging())

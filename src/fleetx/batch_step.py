@@ -6,15 +6,17 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fleetx import slicing
+from fleetx import amp, slicing
+from fleetx.fleet import checks
 from fleetx.fleet.model import distributed_model, is_prepared
 from fleetx.fleet.optimizer import DistributedOptimizer, distributed_optimizer
+from fleetx.numbers import Number
 from fleetx.outcome import HostValue, Outcome
 from fleetx.shares import Counts, Shares
 from fleetx.slicing import Batch
-from fleetx.step import NO_GRADIENT
+from fleetx.step import NO_GRADIENT, in_fp32
 from fleetx.strategy import DistributedStrategy
-from fleetx.window import Number
+from fleetx.window import Weighing
 
 SAMPLES = "samples"
 
@@ -51,6 +53,11 @@ class Step:
         scheduler: Any | None = None,
         **options: Any,
     ) -> None:
+        if loss_fn is not None and not callable(loss_fn):
+            raise TypeError(
+                f"loss_fn must be a function of (output, target), not a {type(loss_fn).__name__}. "
+                "A strategy is given by name: Step(model, optimizer, loss_fn, strategy=strategy)."
+            )
         if loss_fn is not None and compute is not None:
             raise ValueError("give loss_fn or compute, not both: compute(model, batch) returns the loss itself.")
         if items is not None and not callable(items):
@@ -78,27 +85,31 @@ class Step:
         self._engine = optimizer.engine
         self._is_first = True
         if items is not None and not self._engine.average:
-            raise ValueError(
-                "items weighs micro-batches by what they average over, gradient_merge_configs.avg=False adds them up: "
-                "only one of the two is possible. Set avg=True."
-            )
+            raise ValueError(checks.ITEMS_OR_SUM)
 
     def __call__(self, batch: Batch) -> Outcome:
         """Train on one batch: exactly one update, or one that is skipped and says so."""
         self._require_empty_window()
+        self._engine.stopwatch.start()
+        self.optimizer.require_alone()
         micro_batches = self._cut(batch)
         device = self._engine.updater.device
         shares = Shares([self._count(micro) for micro in micro_batches], device)
         names: tuple[str, ...] = ()
+        low_runs = amp.entries(self.model)
         try:
             for index, micro in enumerate(micro_batches):
                 moved = slicing.map_tensors(micro, lambda tensor: tensor.to(device, non_blocking=True))
                 losses = self._losses(moved)
-                names = tuple(losses)
-                weighted = [self._weigh(shares, index, name, loss) for name, loss in losses.items()]
-                self._engine.merge(weighted, weight=1, ends=index == len(micro_batches) - 1)
-        except BaseException:
-            self._engine.window.discard()
+                self._require_low_precision(low_runs)
+                names = names or tuple(sorted(losses))  # in the same order on all workers
+                _require_names(names, losses)
+                weighted = [self._weigh(shares, index, name, losses[name]) for name in names]
+                ends = index == len(micro_batches) - 1
+                self._engine.merge(weighted, Weighing("sum"), weight=1, ends=ends)
+        except BaseException as error:
+            if self._engine.window.held:  # else the window has given up by itself
+                self._engine.window.fail(error)
             raise
         return self._engine.close(names, HostValue(shares.total(SAMPLES)))
 
@@ -142,6 +153,13 @@ class Step:
             return loss
         return shares.weigh(loss, index, SAMPLES if self._items is None else _items_of(name))
 
+    def _require_low_precision(self, runs_before: int | None) -> None:
+        if runs_before is not None and amp.entries(self.model) == runs_before:
+            raise ValueError(
+                "amp is on, but the loss was computed without calling model(...): other methods of a model run in its "
+                "own precision. Call the model itself, or set amp = False."
+            )
+
     def _require_empty_window(self) -> None:
         if self._engine.window.held:
             raise RuntimeError(
@@ -154,6 +172,13 @@ def _call(model: nn.Module, inputs: Batch) -> Any:
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+
+
+def _require_names(names: tuple[str, ...], losses: dict[str, Tensor]) -> None:
+    if tuple(sorted(losses)) != names:
+        raise ValueError(
+            f"every micro-batch must give the same losses: {', '.join(names)} at first, {', '.join(losses)} now."
+        )
 
 
 def _items_of(name: str) -> str:
@@ -180,14 +205,8 @@ def named_losses(result: Any, needs_gradient: bool = True) -> dict[str, Tensor]:
             )
     if needs_gradient and not any(loss.requires_grad for loss in losses.values()):
         raise ValueError(NO_GRADIENT)
-    return {name: loss.reshape(()) for name, loss in losses.items()}
+    return {name: in_fp32(loss.reshape(())) for name, loss in losses.items()}
 
 
-def _as_count(name: str, value: Number) -> Number:
-    if isinstance(value, Tensor):
-        if value.numel() != 1:
-            raise ValueError(f"items of {name!r} must be one number, not a tensor of shape {tuple(value.shape)}.")
-        return value.reshape(()) if value.is_cuda else value.item()
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-        raise ValueError(f"items of {name!r} must be a number of at least 0, not {value!r}.")
-    return value
+def _as_count(name: str, value: Any) -> Number:
+    return checks.as_count(value, f"items of {name!r}")

@@ -24,7 +24,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 bench = typer.Typer(help="Measure FleetX against its peers on this machine.", no_args_is_help=True)
+data = typer.Typer(help="Data sets in the guide's formats.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+app.add_typer(data, name="data")
 
 
 def main() -> None:
@@ -132,7 +134,7 @@ def bench_train(
 
     if not torch.cuda.is_available():
         raise typer.BadParameter("fleetx bench train needs a GPU, and this machine has none.")
-    cases = {}
+    cases, path = {}, out / "train.json"
     for case in train.H200_CASES:
         if only is None or only in case.name:
             cases[case.name] = train.measure(case)
@@ -166,6 +168,26 @@ def _show(title: str, heads: tuple[str, ...], rows: Sequence[tuple[str, ...]], p
     console.print(f"[dim]saved as[/] {path}")
 
 
+@data.command("make")
+def data_make(
+    kind: Annotated[str, typer.Argument(help="imagenet, digital or idx")],
+    folder: Annotated[Path, typer.Argument(help="Where the files are made; it must be empty or new.")],
+    seed: Annotated[int, typer.Option(help="The same seed makes the same files.")] = 0,
+    overwrite: Annotated[bool, typer.Option(help="Replace what is there.")] = False,
+) -> None:
+    """Make a tiny data set in one of the guide's formats, with structure that can be learned."""
+    from fleetx.data import make
+
+    makers = {"imagenet": make.make_imagenet, "digital": make.make_digital, "idx": make.make_idx}
+    if kind not in makers:
+        raise typer.BadParameter(f"there is no data set {kind!r}: choose {', '.join(makers)}.")
+    try:
+        made = makers[kind](folder, seed=seed, overwrite=overwrite)
+    except (ValueError, FileExistsError) as error:
+        raise typer.BadParameter(str(error)) from None
+    print(*(made if isinstance(made, tuple) else [made]), sep="\n")
+
+
 @app.command()
 def report(
     page: Annotated[Path, typer.Argument(help="The Markdown page whose tables are made anew.")] = Path("README.md"),
@@ -174,5 +196,8 @@ def report(
     """Fill the tables of a page from saved results."""
     from fleetx.report.tables import fill_in
 
+    for path in (page, results):
+        if not path.exists():
+            raise typer.BadParameter(f"{path} does not exist: run it in a checkout, or name the page and --results.")
     page.write_text(fill_in(page.read_text(encoding="utf-8"), results), encoding="utf-8")
     print(f"{page}: tables made from {results}")

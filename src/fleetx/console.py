@@ -55,7 +55,8 @@ class TrainingProgress:
             self._console.print(f"window {self._done}/{self._windows}  {figures}")
 
     def _figures(self, out: Outcome) -> str:
-        rate = f"  {out.samples_per_s:,.0f} samples/s" if out.samples_per_s else ""
-        accuracy = f"  accuracy {self.accuracy:.1%}" if self.accuracy is not None else ""
+        wide = not self._live or self._console.width >= 110
+        rate = f"  {out.samples_per_s:,.0f}{' samples' if wide else ''}/s" if out.samples_per_s else ""
+        accuracy = f"  {'accuracy' if wide else 'acc'} {self.accuracy:.1%}" if self.accuracy is not None else ""
         note = "  skipped" if out.skipped else ""
         return f"loss {out.loss.item():.4f}  lr {float(out.lr):.3g}{rate}{accuracy}{note}"

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -10,6 +11,7 @@ from fleetx.bench.results import save_result
 from fleetx.launch.run import launch
 from fleetx.report.curves import draw_run
 from fleetx.runs import MetricsLog, new_run_folder, read_metrics
+from fleetx.strategy import DistributedStrategy
 
 PLAIN_BATCH = 32
 
@@ -17,6 +19,7 @@ PLAIN_BATCH = 32
 def run_demo(*, workers: int, global_batch: int, epochs: int, strategy: Path | None, out: Path, baseline: bool) -> int:
     """Train, compare, save; gives the exit code."""
     console = Console()
+    _check(strategy, workers, global_batch)
     folder = new_run_folder(out, "digits")
     command = ["-m", "fleetx.applications.digits", "--out", str(folder)]
     command += ["--epochs", str(epochs), "--global-batch", str(global_batch)]
@@ -44,10 +47,23 @@ def run_demo(*, workers: int, global_batch: int, epochs: int, strategy: Path | N
     draw_run(folder, ours=ours, plain=theirs if baseline else None)
     save_result("summary", summary, folder)
     console.print(_table(summary, ours, theirs))
-    console.print(
-        f"[dim]in[/] {folder}/ [dim]: metrics.jsonl, strategy.toml, weights.safetensors, run.png, summary.json[/]"
-    )
+    console.print(f"[dim]in {folder}:[/] {', '.join(sorted(path.name for path in folder.iterdir()))}")
     return 0
+
+
+def _check(strategy: Path | None, workers: int, global_batch: int) -> None:
+    """Say what is wrong before workers are started, once and without tracebacks."""
+    try:
+        used = DistributedStrategy.load(strategy) if strategy else digits.default_strategy()
+        used.check_runnable()
+    except (OSError, ValueError, TypeError) as error:
+        raise typer.BadParameter(f"--strategy {strategy}: {error}") from None
+    least = workers * (used.gradient_merge_configs.k_steps if used.gradient_merge else 1)
+    if global_batch < least:
+        raise typer.BadParameter(
+            f"--global-batch {global_batch} is too small: {workers} workers with the strategy's micro-batches need at "
+            f"least {least} samples."
+        )
 
 
 def _last_accuracy(metrics: list[dict]) -> float:

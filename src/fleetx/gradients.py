@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-Number = float | Tensor
+from fleetx.numbers import Number
 
 
 def global_norm(grads: Sequence[Tensor], device: torch.device) -> Tensor:

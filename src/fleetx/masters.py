@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fleetx.window import LOW_PRECISION
+from fleetx.numbers import LOW_PRECISION
 
 
 class MasterWeights:
@@ -18,8 +18,9 @@ class MasterWeights:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._pairs: list[tuple[Tensor, nn.Parameter]] = []
+        self._versions: list[int] = []
         for group in optimizer.param_groups:
-            group["params"] = [self._stand_in(parameter) for parameter in group["params"]]
+            group["params"] = [self._stand_in(parameter, optimizer) for parameter in group["params"]]
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -30,15 +31,20 @@ class MasterWeights:
         return [behind.get(id(parameter), parameter) for parameter in parameters]
 
     def take_gradients(self) -> None:
-        """Show the optimizer the merged gradients."""
-        for parameter, master in self._pairs:
+        """Show the optimizer the merged gradients, on masters that follow what others wrote into the model."""
+        for (parameter, master), version in zip(self._pairs, self._versions, strict=True):
+            if parameter._version != version:  # weights were loaded, say
+                with torch.no_grad():
+                    master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter.float()))
             master.grad = parameter.grad
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Round the masters into the model."""
-        if self._pairs:
-            torch._foreach_copy_([parameter for parameter, _ in self._pairs], [m for _, m in self._pairs])
+        """Round the masters into the model, and let go of the gradients."""
+        torch._foreach_copy_([parameter for parameter, _ in self._pairs], [master for _, master in self._pairs])
+        for _, master in self._pairs:
+            master.grad = None
+        self._versions = [parameter._version for parameter, _ in self._pairs]
 
     def state_dict(self) -> list[Tensor]:
         """The masters, in the order of the optimizer's groups."""
@@ -51,9 +57,17 @@ class MasterWeights:
             master.copy_(saved)
         self.publish()
 
-    def _stand_in(self, parameter: Any) -> Any:
+    def _stand_in(self, parameter: Any, optimizer: Optimizer) -> Any:
         if parameter.dtype not in LOW_PRECISION:
             return parameter
         master = nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad)
         self._pairs.append((parameter, master))
+        self._versions.append(parameter._version)
+        if parameter in optimizer.state:  # an optimizer that was used before keeps its momentum
+            state = optimizer.state.pop(parameter)
+            optimizer.state[master] = {key: _raised(value) for key, value in state.items()}
         return master
+
+
+def _raised(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in LOW_PRECISION else value

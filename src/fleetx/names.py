@@ -35,6 +35,7 @@ class ParameterInfo:
 
 # Weak, and by identity: the registry keeps no model alive, and equal tensors are different parameters.
 _registry = WeakTensorKeyDictionary()
+_positions = WeakTensorKeyDictionary()
 
 
 def record(model: nn.Module) -> None:
@@ -52,11 +53,18 @@ def record(model: nn.Module) -> None:
             kinds[parameter] = kinds.get(parameter, frozenset()) | owned
     for parameter, name in names.items():
         _registry[parameter] = ParameterInfo(name, kinds[parameter], kinds_known=True)
+    for place, parameter in enumerate(names):
+        _positions[parameter] = place
 
 
 def info(parameter: Tensor) -> ParameterInfo | None:
     """What ``record`` learned about this parameter, or None."""
     return _registry.get(parameter)
+
+
+def position(parameter: Tensor) -> int:
+    """Where the parameter stands among those of its model; 0 where nobody recorded it."""
+    return _positions.get(parameter, 0)
 
 
 def label(parameter: Tensor) -> str:

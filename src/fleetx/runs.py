@@ -1,6 +1,7 @@
 """The folder of a run: what happened, line by line, in a form that other tools read."""
 
 import json
+import math
 import time
 from datetime import datetime
 from pathlib import Path
@@ -70,8 +71,14 @@ class MetricsLog:
     def _write(self, **values: Any) -> None:
         assert self._file is not None
         seconds = time.perf_counter() - self._began
-        self._file.write(json.dumps({"seconds": round(seconds, 4), **values}) + "\n")
+        line = {"seconds": round(seconds, 4), **{name: _plain(value) for name, value in values.items()}}
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fleetx.comm import world
-from fleetx.window import Number
+from fleetx.numbers import Number
+from fleetx.step import weigh
 
 Counts = Mapping[str, Number]
 
@@ -20,8 +21,14 @@ class Shares:
     """
 
     def __init__(self, counts: Sequence[Counts], device: torch.device) -> None:
+        self._names = sorted(counts[0])  # in the same order on all workers
+        for count in counts:
+            if sorted(count) != self._names:
+                raise ValueError(
+                    f"items() must give the same names for all micro-batches: {', '.join(self._names)} for the first, "
+                    f"{', '.join(sorted(count))} for another."
+                )
         self._counts = counts
-        self._names = list(counts[0])
         self._totals: list[Number] = [sum(count[name] for count in counts) for name in self._names]
         self._work: dist.Work | None = None
         if world.size() > 1:
@@ -42,17 +49,16 @@ class Shares:
         self._wait()
         if name not in self._names:
             raise ValueError(
-                f"the step has a loss but no {name}: items() gave {', '.join(self._names[1:])}. "
+                f"the step has a loss but no {name}: items() gave {', '.join(self._names)}. "
                 "Give one count per loss, under the same names."
             )
-        count = self._counts[micro_batch][name]
-        if not isinstance(count, Tensor) and count == 0:
-            # The mean over no items is NaN, but it weighs nothing.
-            return torch.zeros((), dtype=loss.dtype, device=loss.device)
-        share = count * world.size() / self._totals[self._names.index(name)]
-        if isinstance(share, Tensor):
-            return loss * share.to(loss.device, loss.dtype)
-        return loss if share == 1 else loss * share
+        count, total = self._counts[micro_batch][name], self._totals[self._names.index(name)]
+        if not isinstance(total, Tensor) and total == 0:
+            return loss * float("nan")  # a window without any items has no mean: it is skipped
+        share = count * world.size() / total
+        if not isinstance(share, Tensor):
+            return loss if share == 1 else weigh(loss, count, share)
+        return weigh(loss, count, share.to(loss.device, loss.dtype))
 
     def _wait(self) -> None:
         if self._work is not None:

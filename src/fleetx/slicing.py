@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -23,7 +23,7 @@ def batch_size(batch: Batch) -> int:
         )
     (size,) = set(sizes.values())
     if size == 0:
-        raise ValueError("the batch is empty (first dimension 0). Leave it out of the loop.")
+        raise ValueError("the batch is empty (first dimension 0). Leave it out, on all workers alike.")
     return size
 
 
@@ -62,8 +62,8 @@ def map_tensors(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
 
 
 def _filled(original: Mapping, values: dict[str, Any]) -> Any:
-    """A dictionary of a class of its own (model libraries have many) keeps its class."""
-    if not isinstance(original, MutableMapping):
+    """A dict of a class of its own (model libraries have many) keeps its class; other mappings become dicts."""
+    if not isinstance(original, dict):
         return values
     clone = copy.copy(original)
     for key, value in values.items():

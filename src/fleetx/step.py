@@ -15,9 +15,10 @@ from fleetx import gradients
 from fleetx.amp.scaler import LossScaler
 from fleetx.comm import world
 from fleetx.nonfinite import NonFiniteWatch
+from fleetx.numbers import LOW_PRECISION, Number
 from fleetx.outcome import HostValue, Outcome, Stopwatch
 from fleetx.update import Updater
-from fleetx.window import LOW_PRECISION, Number, Weighing, Window
+from fleetx.window import Weighing, Window
 
 NO_GRADIENT = (
     "the loss depends on no trainable parameter: it was computed under no_grad, detached, or everything is frozen. "
@@ -54,23 +55,29 @@ class TrainingStep:
         """
         if not loss.requires_grad:
             raise ValueError(NO_GRADIENT)
-        if self.window.held == 0:
-            self.window.weighing = self._weighing(items)
-        self._require_same_weighing(items)
+        weighing = self.window.weighing if self.window.held else self._weighing(items)
+        self._require_same_weighing(weighing, items)
         ends = self.window.held + 1 >= self.k_steps
-        with torch.enable_grad():  # the loss may have been computed outside of a no_grad that is active here
-            self.merge([self._share(loss, items)], 1 if items is None else items, ends, retain_graph)
-        return self.close(("loss",), observe=observe) if ends else Outcome(loss.detach(), closed=False)
+        with torch.enable_grad():  # minimize may be called where gradients are off
+            loss = in_fp32(loss.reshape(()))
+            self.merge([_weighted(loss, items, weighing)], weighing, 1 if items is None else items, ends, retain_graph)
+        if ends:
+            return self.close(("loss",), observe=observe)
+        scale = None if self.scaler is None else self.scaler.scale_tensor
+        detached = loss.detach()
+        return Outcome(detached, closed=False, losses={"loss": detached}, lr=self.updater.lr, _scale=scale)
 
-    def merge(self, losses: Sequence[Tensor], weight: Number, ends: bool, retain_graph: bool = False) -> None:
+    def merge(
+        self, losses: Sequence[Tensor], weighing: Weighing, weight: Number, ends: bool, retain_graph: bool = False
+    ) -> None:
         """Backward of the weighted `losses` of one micro-batch; reduces meanwhile if it ends the window."""
         self.stopwatch.start()
-        # A low-precision loss would overflow when it is scaled.
-        losses = [loss.float() if loss.dtype in LOW_PRECISION else loss for loss in losses]
         objective = sum(losses[1:], start=losses[0])
         if self.scaler is not None:
             objective = objective * self.scaler.scale_on(objective.device)
-        self.window.add(objective, losses=losses, weight=weight, ends=ends, retain_graph=retain_graph)
+        self.window.add(
+            objective, losses=losses, weighing=weighing, weight=weight, ends=ends, retain_graph=retain_graph
+        )
 
     @torch.no_grad()
     def close(
@@ -78,30 +85,29 @@ class TrainingStep:
         names: tuple[str, ...],
         samples: HostValue | None = None,
         observe: Callable[[Number], None] | None = None,
+        weighing: Weighing | None = None,
     ) -> Outcome:
         """Turn the window into one update: average and reduce, unscale, check, clip, update, clear."""
         try:
-            return self._close(names, samples, observe)
-        finally:
-            # Also when it failed: a window that stays would never be full again.
-            self.window.clear()
-
-    def _close(
-        self, names: tuple[str, ...], samples: HostValue | None, observe: Callable[[Number], None] | None
-    ) -> Outcome:
-        merged = self.window.merge()
-        losses = [loss / merged.divisor for loss in merged.losses]
-        scale = None if self.scaler is None else self.scaler.scale_tensor
-        divisor = merged.divisor if scale is None else scale.double() * merged.divisor
-        norm = gradients.global_norm(merged.grads, losses[0].device) / divisor
-        if observe is not None:
-            observe(divisor)
-        finite = norm.isfinite() & torch.stack(losses).isfinite().all()
-        gradients.divide_and_clip_(merged.grads, divisor, norm, self.clip_norm)
-        lr = self.updater.lr
-        self.updater.update(finite)
-        if self.scaler is not None:
-            self.scaler.update(found_inf=~finite)
+            merged = self.window.merge(weighing)
+            # As a tensor: a window without any items is then 0/0, not finite, and skipped like any other.
+            share = merged.divisor if merged.divisor else torch.zeros((), device=self.updater.device)
+            losses = [loss / share for loss in merged.losses]
+            scale = None if self.scaler is None else self.scaler.scale_tensor
+            divisor = share if scale is None else scale.double() * share
+            norm = gradients.global_norm(merged.grads, losses[0].device) / divisor
+            if observe is not None:
+                observe(divisor)
+            finite = norm.isfinite() & torch.stack(losses).isfinite().all()
+            gradients.divide_and_clip_(merged.grads, divisor, norm, self.clip_norm)
+            lr = self.updater.lr
+            self.updater.update(finite)
+            if self.scaler is not None:
+                self.scaler.update(found_inf=~finite)
+        except BaseException as error:
+            self.window.fail(error)
+            raise
+        self.window.clear()
         self.watch.record(self._unusable(finite, losses, scale))
         return Outcome(
             loss=sum(losses[1:], start=losses[0]),
@@ -120,10 +126,8 @@ class TrainingStep:
         held, by_items = self._held_by_anyone()
         if not held:
             return None
-        if self.window.held == 0:
-            # This worker's data ran out first: it adds nothing, but must divide as the others do.
-            self.window.weighing = self._weighing(1 if by_items else None)
-        return self.close(("loss",))
+        # A worker whose data ran out first adds nothing, but must divide as the others do.
+        return self.close(("loss",), weighing=self._weighing(1 if by_items else None))
 
     def _held_by_anyone(self) -> tuple[bool, bool]:
         """Whether any worker has a window in progress, and whether it counts items."""
@@ -135,23 +139,15 @@ class TrainingStep:
             facts = shared.tolist()
         return facts[0] > 0, facts[1] > 0
 
-    def _share(self, loss: Tensor, items: Number | None) -> Tensor:
-        """The part of the window's loss that a micro-batch contributes."""
-        unit = self.window.weighing.unit
-        if items is None:
-            return loss if self.window.weighing.kind == "sum" else loss / unit
-        if not isinstance(items, Tensor) and items == 0:
-            # The mean over no items is NaN, but it weighs nothing.
-            return torch.zeros((), dtype=loss.dtype, device=loss.device)
-        return loss * (items / unit)
-
     def _weighing(self, items: Number | None) -> Weighing:
+        if isinstance(items, Tensor):
+            return Weighing("items", unit=items.clamp(min=1))
         if items is not None:
-            return Weighing("items", unit=items if isinstance(items, Tensor) or items else 1)
+            return Weighing("items", unit=items or 1)
         return Weighing("mean", unit=self.k_steps) if self.average else Weighing("sum")
 
-    def _require_same_weighing(self, items: Number | None) -> None:
-        if (self.window.weighing.kind == "items") != (items is not None):
+    def _require_same_weighing(self, weighing: Weighing, items: Number | None) -> None:
+        if (weighing.kind == "items") != (items is not None):
             raise ValueError(
                 "items= must be given for all micro-batches of a window or for none: the "
                 f"{self.window.held} before this one had {'none' if items is not None else 'it'}, "
@@ -163,3 +159,21 @@ class TrainingStep:
         if scale is None or self.scaler is None or not self.scaler.use_dynamic_loss_scaling:
             return ~finite
         return ~torch.stack(losses).isfinite().all() | (~finite & (scale <= 1.0))
+
+
+def in_fp32(loss: Tensor) -> Tensor:
+    """A low-precision loss would lose digits when it is weighed, and overflow when it is scaled."""
+    return loss.float() if loss.dtype in LOW_PRECISION else loss
+
+
+def weigh(loss: Tensor, count: Number, share: Number) -> Tensor:
+    """The loss times its share; the mean over no items is NaN, but it weighs nothing."""
+    if isinstance(count, Tensor):
+        return torch.where(count > 0, loss * share, 0.0)
+    return loss * share if count else torch.zeros((), dtype=loss.dtype, device=loss.device)
+
+
+def _weighted(loss: Tensor, items: Number | None, weighing: Weighing) -> Tensor:
+    if items is not None:
+        return weigh(loss, items, items / weighing.unit)
+    return loss if weighing.kind == "sum" else loss / weighing.unit

@@ -235,6 +235,11 @@ class DistributedStrategy(Settings):
         """Check every value and what they mean together; raise one error that names all problems."""
         self._problems().raise_if_any("the strategy")
 
+    def prepared_but_off(self) -> list[str]:
+        """Switches that are off although their configs were changed."""
+        switches = [name for name in self._declared if f"{name}_configs" in self._declared]
+        return [name for name in switches if not getattr(self, name) and self._changed(f"{name}_configs")]
+
     def check_runnable(self) -> None:
         """`check()`, and that every feature that is on has been built."""
         problems = self._problems()

@@ -9,7 +9,7 @@ from torch.optim import SGD, Optimizer
 
 from fleetx.masters import MasterWeights
 from fleetx.notices import tell_once
-from fleetx.window import LOW_PRECISION
+from fleetx.numbers import LOW_PRECISION
 
 
 class Updater:
@@ -19,7 +19,8 @@ class Updater:
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.masters = _masters_for(optimizer)
-        self._step: Callable[[], Any] = optimizer.step
+        self._compiled_step: Callable[[], Any] | None = None
+        self._last_epoch = getattr(scheduler, "last_epoch", None)
 
     def parameters(self) -> list[Tensor]:
         """The model's parameters that the optimizer moves."""
@@ -48,13 +49,32 @@ class Updater:
         if self.masters:
             self.masters.publish()
         if self.scheduler is not None:
-            # torch warns when a schedule moves before its optimizer: here that is a skipped first window.
-            self.scheduler.optimizer._opt_called = True
-            self.scheduler.step()
+            self._step_schedule(self.scheduler)
+
+    def load_schedule(self, state: dict[str, Any]) -> None:
+        """Continue the schedule."""
+        assert self.scheduler is not None
+        self.scheduler.load_state_dict(state)
+        self._last_epoch = getattr(self.scheduler, "last_epoch", None)
+
+    def _step(self) -> None:
+        # Looked up each time: schedules and others wrap an optimizer's step.
+        (self._compiled_step or self.optimizer.step)()
+
+    def _step_schedule(self, scheduler: Any) -> None:
+        if getattr(scheduler, "last_epoch", None) != self._last_epoch:
+            raise RuntimeError(
+                "the scheduler was stepped by somebody else too, so the learning rate moves twice per window. "
+                "Leave out your scheduler.step(), or do not give scheduler= to fleet.distributed_optimizer."
+            )
+        # torch warns when a schedule moves before its optimizer: here that is a skipped first window.
+        scheduler.optimizer._opt_called = True
+        scheduler.step()
+        self._last_epoch = getattr(scheduler, "last_epoch", None)
 
     def compile(self) -> None:
         """Compile the optimizer's step."""
-        self._step = torch.compile(self.optimizer.step)
+        self._compiled_step = torch.compile(self.optimizer.step)
 
     def _skips_on_device(self, finite: Tensor) -> bool:
         """Whether the optimizer can leave out a step by itself, so that the host need not know."""

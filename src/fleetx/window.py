@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from fleetx.comm import world
+from fleetx.comm.agreement import require_agreement
 from fleetx.comm.reducer import Reducer, ReducerSettings, require_dense
 from fleetx.names import label
-
-Number = float | Tensor
-LOW_PRECISION = (torch.float16, torch.bfloat16)
+from fleetx.numbers import LOW_PRECISION, Number
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Weighing:
     gradients are added up, and only the mean over workers is taken.
     """
 
-    kind: Literal["mean", "items", "sum"]
+    kind: Literal["mean", "items", "sum"] = "sum"
     unit: Number = 1
 
 
@@ -47,17 +46,17 @@ class Merged:
 class Window:
     """Gradients, weights and losses of the micro-batches of one update, on this worker."""
 
-    def __init__(self, parameters: Callable[[], list[Tensor]], settings: ReducerSettings | None = None) -> None:
+    def __init__(
+        self, parameters: Callable[[], list[Tensor]], settings: ReducerSettings | None = None, terms: str = ""
+    ) -> None:
         self._parameters = parameters
         self._settings = settings or ReducerSettings()
+        # What else all workers must agree on, in words.
+        self._terms = terms
         self._reducer: Reducer | None = None
-        self._has_left = False
-        self._marks: list[tuple[int, int]] = []
+        self._failure: BaseException | None = None
         self.reductions = 0
-        self.held = 0
-        self.weighing = Weighing("sum")
-        self.weight: Number = 0
-        self.losses: list[Tensor] = []
+        self.clear()
 
     @property
     def reducer(self) -> Reducer | None:
@@ -69,18 +68,18 @@ class Window:
         objective: Tensor,
         *,
         losses: Sequence[Tensor],
+        weighing: Weighing,
         weight: Number,
         ends: bool,
         retain_graph: bool = False,
     ) -> None:
         """Run one micro-batch's backward; if it `ends` the window, reduce gradients while it runs.
 
-        `losses` are the weighted values to report, `weight` is what this micro-batch adds to the divisor.
+        `losses` are the weighted values to report, `weight` is what this micro-batch adds to the divisor. All
+        micro-batches of a window have the same `weighing`.
         """
-        if self.held == 0:
-            self._drop_gradients()
-        else:
-            self._require_untouched()
+        self._begin(weighing) if self.held == 0 else self._require_untouched()
+        assert weighing == self.weighing
         self.held += 1
         self.weight = self.weight + weight
         values = [loss.detach() for loss in losses]
@@ -93,19 +92,21 @@ class Window:
             if not ends and self._reducer is not None:
                 self._reducer.adopt()
         except BaseException as error:
-            error.add_note(f"FleetX: the merge window was discarded with its {self.held} micro-batches.")
-            self.discard()
+            self.fail(error)
             raise
-        self._marks = _marks_of(self._parameters())
+        self._marks = [_mark(parameter) for parameter in self._parameters()]
 
-    def merge(self) -> Merged:
-        """The sums over micro-batches and workers. All workers must call it, also one that holds nothing."""
+    def merge(self, weighing: Weighing | None = None) -> Merged:
+        """The sums over micro-batches and workers. All workers must call it, also one that holds nothing.
+
+        The one that holds nothing says by `weighing` how the others weigh.
+        """
         if self.held == 0:
-            self._drop_gradients()
+            self._begin(weighing or Weighing())
         elif not self._has_left:
             self._require_untouched()
         if world.size() == 1:
-            grads = [require_dense(p, p.grad) for p in self._trainable() if p.grad is not None]
+            grads = [require_dense(p, p.grad) for p in self._members if p.grad is not None]
             return Merged(grads, self._divisor(self.weight), self.losses)
         if not self._has_left:
             with self._reducing():
@@ -118,14 +119,30 @@ class Window:
     def clear(self) -> None:
         """Forget the micro-batches. Gradients stay readable until the next window begins."""
         self.held = 0
-        self.weight = 0
-        self.losses = []
+        self.weight: Number = 0
+        self.weighing = Weighing()
+        self.losses: list[Tensor] = []
+        self._members: list[Tensor] = []
+        self._marks: list[tuple[int, int]] = []
         self._has_left = False
 
     def discard(self) -> None:
         """Forget the micro-batches and their gradients."""
         self.clear()
-        self._drop_gradients()
+        for parameter in self._parameters():
+            parameter.grad = None
+
+    def fail(self, error: BaseException) -> None:
+        """Give up a window that an error interrupted; with several workers also all that would follow.
+
+        The others wait in the middle of a reduction that this worker left: whatever it sent next, they would take
+        for something else.
+        """
+        error.add_note(f"FleetX: the merge window was discarded with its {self.held} micro-batches.")
+        self.discard()
+        if world.size() > 1:
+            self._failure = error
+            self._reducer = None
 
     def state_dict(self) -> dict[str, Any]:
         """This worker's part of a window in progress."""
@@ -140,49 +157,71 @@ class Window:
             "workers": world.size(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue a window; gradients are this worker's own, so they must come from the same worker."""
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Gradients of a window in progress are a worker's own, so they must come from the same worker."""
         if state["held"] and (state["rank"], state["workers"]) != (world.rank(), world.size()):
             raise ValueError(
                 f"a window in progress belongs to the worker that saved it: worker {state['rank']} of "
                 f"{state['workers']} saved it, worker {world.rank()} of {world.size()} loads it. "
                 "Save on every worker, or save after flush(), when no window is in progress."
             )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue a window."""
+        self.check_state(state)
         self.discard()
+        if not state["held"]:
+            return
+        self._begin(Weighing(*state["weighing"]))
         parameters = self._parameters()
-        device = parameters[0].device
         self.held = state["held"]
         self.weight = state["weight"]
-        self.weighing = Weighing(*state["weighing"])
-        self.losses = [loss.clone().to(device) for loss in state["losses"]]
-        if self.held:
-            for parameter, grad in zip(parameters, state["grads"], strict=True):
-                parameter.grad = None if grad is None else grad.clone().to(parameter.device)
-        self._marks = _marks_of(parameters)
+        self.losses = [loss.clone().to(parameters[0].device) for loss in state["losses"]]
+        for parameter, grad in zip(parameters, state["grads"], strict=True):
+            parameter.grad = None if grad is None else grad.clone().to(parameter.device)
+        self._marks = [_mark(parameter) for parameter in parameters]
+
+    def _begin(self, weighing: Weighing) -> None:
+        if self._failure is not None:
+            raise RuntimeError(
+                "an earlier window failed on this worker, so it is out of step with the others: "
+                f"{type(self._failure).__name__}: {self._failure}. End this process; the job must be started anew."
+            ) from self._failure
+        self.weighing = weighing
+        self._members = self._trainable()
+        for parameter in self._parameters():
+            parameter.grad = None
+            if parameter.dtype in LOW_PRECISION:
+                # Autograd then accumulates in fp32 by itself.
+                parameter.grad_dtype = torch.float32
 
     def _backward(self, objective: Tensor, retain_graph: bool) -> None:
         """Only this window's own parameters get gradients: a loss may reach through other people's models."""
-        trainable = self._trainable()
         try:
-            objective.backward(retain_graph=retain_graph, inputs=trainable)
+            objective.backward(retain_graph=retain_graph, inputs=self._members)
         except RuntimeError as error:
             if "second time" in str(error):
                 error.add_note("FleetX: minimize() runs backward itself. Leave out your own loss.backward().")
             raise
-        if all(parameter.grad is None for parameter in trainable):
+        if all(parameter.grad is None for parameter in self._members):
             raise ValueError(
                 "the loss reached none of the optimizer's parameters: it was computed by another model. "
                 "Give minimize a loss of the model whose parameters the optimizer has."
             )
 
     def _require_untouched(self) -> None:
-        """Somebody else's backward(), zero_grad() or clipping in mid-window would silently change the update."""
+        """What others do to gradients or parameters in mid-window would silently change the update."""
+        if not _same(self._members, self._trainable()):
+            raise RuntimeError(
+                f"parameters were frozen or freed while the window held {self.held} micro-batches. "
+                "Do so between windows: call flush() or discard() first."
+            )
         for parameter, mark in zip(self._parameters(), self._marks, strict=True):
             if _mark(parameter) != mark:
                 raise RuntimeError(
                     f"the gradient of {label(parameter)} was changed outside of the optimizer while its window held "
                     f"{self.held} micro-batches: by a backward(), zero_grad() or clipping of your own. Let minimize() "
-                    "do all of it (clip_norm= clips); for other gradients use torch.autograd.grad, or call flush() first."
+                    "do all of it (clip_norm= clips); for other gradients use torch.autograd.grad, or flush() first."
                 )
 
     @contextmanager
@@ -204,22 +243,17 @@ class Window:
             return weight
         return weight / self.weighing.unit
 
-    def _drop_gradients(self) -> None:
-        for parameter in self._parameters():
-            parameter.grad = None
-            if parameter.dtype in LOW_PRECISION:
-                # Autograd then accumulates in fp32 by itself.
-                parameter.grad_dtype = torch.float32
-
     def _trainable(self) -> list[Tensor]:
         return [parameter for parameter in self._parameters() if parameter.requires_grad]
 
     def _fitting_reducer(self, extras: int) -> Reducer:
         """The reducer, made anew when parameters were frozen or freed, or other losses are reported."""
-        trainable = self._trainable()
         reducer = self._reducer
-        if reducer is None or reducer.extras != extras or not _same(reducer.parameters, trainable):
-            reducer = self._reducer = Reducer(trainable, extras, self._settings)
+        if reducer is None or reducer.extras != extras or not _same(reducer.parameters, self._members):
+            shapes = [f"{label(p)} {tuple(p.shape)} {p.dtype}" for p in self._members]
+            terms = [self._terms, f"{self._settings}", f"losses {extras - 1}", f"weighing {self.weighing.kind}"]
+            require_agreement([*terms, *shapes], self._members[0].device, "what a window reduces")
+            reducer = self._reducer = Reducer(self._members, extras, self._settings)
         return reducer
 
 
@@ -227,10 +261,6 @@ def _mark(parameter: Tensor) -> tuple[int, int]:
     """Changes whenever a gradient is replaced or written."""
     grad = parameter.grad
     return (0, 0) if grad is None else (id(grad), grad._version)
-
-
-def _marks_of(parameters: Sequence[Tensor]) -> list[tuple[int, int]]:
-    return [_mark(parameter) for parameter in parameters]
 
 
 def _same(first: list[Tensor], second: list[Tensor]) -> bool:

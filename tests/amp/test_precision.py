@@ -133,3 +133,32 @@ def test_outputs_keep_their_classes():
     answer = model(torch.ones(1, 2))
     assert isinstance(answer, Answer)
     assert (answer["scores"].dtype, answer["count"]) == (torch.float32, 3)
+
+
+@pytest.mark.parametrize("order", ["compiled around", "compiled in place"])
+def test_a_prepared_model_can_be_compiled(order):
+    strategy = fleet.DistributedStrategy(amp=True, amp_configs={"dtype": "bfloat16"})
+    model = fleet.distributed_model(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), strategy)
+    x = torch.randn(3, 4)
+    expected = model(x)
+    if order == "compiled around":
+        compiled = torch.compile(model, backend="eager")
+    else:
+        model.compile(backend="eager")
+        compiled = model
+    for _ in range(2):
+        assert torch.equal(compiled(x), expected)
+        assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_copy_of_a_prepared_model_is_cast_once():
+    strategy = fleet.DistributedStrategy(amp=True, amp_configs={"dtype": "bfloat16"})
+    model = fleet.distributed_model(make(), strategy)
+    twin = fleet.distributed_model(copy.deepcopy(model), strategy)
+    assert len(twin._forward_pre_hooks) == len(model._forward_pre_hooks) == 1
+
+
+def test_batch_norm_may_be_forced_low():
+    output, seen = run(make(), dtype="bfloat16", custom_white_list=["3"])
+    assert seen[3] == (torch.bfloat16, torch.bfloat16)
+    assert output.dtype == torch.float32

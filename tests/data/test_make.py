@@ -2,6 +2,8 @@ import pytest
 
 from fleetx.data import make_digital, make_idx, make_imagenet
 
+SMALL = {make_imagenet: {"images": 6, "size": 24}, make_digital: {"samples": 12}, make_idx: {"images": 12}}
+
 
 def contents(folder):
     return {path.relative_to(folder): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
@@ -10,7 +12,7 @@ def contents(folder):
 @pytest.mark.parametrize("make", [make_imagenet, make_digital, make_idx])
 def test_the_seed_decides_all(tmp_path, make):
     for name, seed in (("one", 1), ("same", 1), ("other", 2)):
-        make(tmp_path / name, 4, seed=seed) if make is make_imagenet else make(tmp_path / name, 12, seed=seed)
+        make(tmp_path / name, **SMALL[make], seed=seed)
     one, same, other = (contents(tmp_path / name) for name in ("one", "same", "other"))
     assert one == same
     assert one.keys() == other.keys()
@@ -23,7 +25,7 @@ def test_a_folder_in_use_is_left_alone(tmp_path, make):
     with pytest.raises(FileExistsError, match=r"is not empty: name another folder, or pass overwrite=True"):
         make(tmp_path)
     assert list(contents(tmp_path)) == [(tmp_path / "mine.txt").relative_to(tmp_path)]
-    make(tmp_path, overwrite=True)
+    make(tmp_path, **SMALL[make], overwrite=True)
     assert len(contents(tmp_path)) > 1
     with pytest.raises(FileExistsError, match=r"mine.txt is a file"):
         make(tmp_path / "mine.txt")

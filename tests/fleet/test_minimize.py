@@ -1,5 +1,8 @@
 """The guide's loop on one worker: what a window holds, and when it updates."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -192,7 +195,6 @@ def test_a_torch_scheduler_may_also_be_made_for_the_distributed_optimizer():
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
     for micro in data(2):
         optimizer.minimize(plain.mean_loss(net, micro))
-        optimizer._opt_called = True
         schedule.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
 
@@ -334,7 +336,210 @@ def test_a_window_in_progress_is_not_loaded_by_another_worker():
         optimizer.load_state_dict(state)
 
 
+def test_two_optimizers_do_not_meet_in_each_others_windows():
+    """A generator's loss runs through the discriminator, whose own window must not notice."""
+    torch.manual_seed(0)
+    generator, critic = nn.Linear(3, 6).double(), plain.make_net()
+    strategy = fleet.DistributedStrategy(gradient_merge=True, gradient_merge_configs={"k_steps": 2})
+    optimizers = [
+        fleet.distributed_optimizer(
+            torch.optim.SGD(fleet.distributed_model(m, strategy).parameters(), lr=0.1), strategy
+        )
+        for m in (generator, critic)
+    ]
+    start = [p.detach().clone() for p in critic.parameters()]
+    noise = torch.randn(4, 3, 3, dtype=torch.float64)
+    for number, micro in enumerate(data(2)):
+        optimizers[1].minimize(plain.mean_loss(critic, micro))
+        if number == 0:
+            optimizers[0].minimize(critic(generator(noise[number])).square().mean())
+    reference = plain.make_net()
+    for p, value in zip(reference.parameters(), start, strict=True):
+        assert torch.equal(p, value)
+    (sum(plain.mean_loss(reference, micro) for micro in data(2)) / 2).backward()
+    torch.optim.SGD(reference.parameters(), lr=0.1).step()
+    assert_same(critic, reference)
+
+
+def test_an_error_inside_the_update_does_not_leave_a_window_that_never_closes():
+    net, optimizer = prepare(plain.make_net())
+    step, failures = optimizer.inner.step, iter([MemoryError("no room")])
+
+    def failing():
+        for failure in failures:
+            raise failure
+        return step()
+
+    optimizer.inner.step = failing
+    micros = data(8)
+    for micro in micros[:3]:
+        optimizer.minimize(plain.mean_loss(net, micro))
+    with pytest.raises(MemoryError) as caught:
+        optimizer.minimize(plain.mean_loss(net, micros[3]))
+    assert "discarded with its 4 micro-batches" in caught.value.__notes__[0]
+    assert [bool(optimizer.minimize(plain.mean_loss(net, micro))) for micro in micros[4:]] == [False] * 3 + [True]
+
+
+def test_weights_loaded_later_are_not_lost_to_old_masters():
+    torch.manual_seed(0)
+    net, optimizer = prepare(nn.Linear(4, 2).bfloat16(), k_steps=1, lr=1e-3)
+    x = torch.ones(1, 4, dtype=torch.bfloat16)
+    optimizer.minimize(net(x).float().sum())
+    net.load_state_dict({name: torch.full_like(value, 7.0) for name, value in net.state_dict().items()})
+    optimizer.minimize(net(x).float().sum())
+    assert all((p - 7).abs().max() < 0.1 for p in net.parameters())
+
+
+def test_a_used_optimizer_keeps_its_momentum_under_masters():
+    net = nn.Linear(4, 2).bfloat16()
+    inner = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    net(torch.ones(1, 4, dtype=torch.bfloat16)).float().sum().backward()
+    inner.step()
+    momenta = [inner.state[p]["momentum_buffer"].float() for p in net.parameters()]
+    strategy = fleet.DistributedStrategy()
+    optimizer = fleet.distributed_optimizer(inner, strategy) if fleet.distributed_model(net, strategy) else None
+    for master, momentum in zip(optimizer.param_groups[0]["params"], momenta, strict=True):
+        assert torch.equal(optimizer.state[master]["momentum_buffer"], momentum)
+    optimizer.state_dict()
+
+
+def test_the_optimizer_can_be_copied_pickled_and_hooked():
+    net, optimizer = prepare(plain.make_net())
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    for micro in data(4):
+        optimizer.minimize(plain.mean_loss(net, micro))
+    assert calls == [1]
+    net, optimizer = prepare(plain.make_net())
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert other.param_groups[0]["lr"] == 0.1
+        assert other.micro_batches_held == 0
+
+
+@pytest.mark.parametrize("empty", [0, torch.tensor(0)])
+def test_micro_batches_without_items_weigh_nothing(empty):
+    def make(net):
+        return torch.optim.SGD(net.parameters(), lr=0.1)
+
+    net, optimizer = prepare(plain.make_net(), k_steps=2, make=make)
+    full, padded = data(2)
+    optimizer.minimize(functional.cross_entropy(net(padded[0]), torch.full((3,), -100)), items=empty)
+    optimizer.minimize(plain.mean_loss(net, full), items=torch.tensor(3))
+    assert_same(net, by_hand(plain.mean_loss, [[full]], make))
+    for _ in range(2):  # a window without any items has no mean
+        out = optimizer.minimize(functional.cross_entropy(net(padded[0]), torch.full((3,), -100)), items=empty)
+    assert out.skipped
+    assert_same(net, by_hand(plain.mean_loss, [[full]], make))
+
+
 # Errors ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "meddle",
+    [
+        lambda net, optimizer: plain.mean_loss(net, data(1)[0]).backward(),
+        lambda net, optimizer: net.zero_grad(),
+        lambda net, optimizer: nn.utils.clip_grad_norm_(net.parameters(), 1e-3),
+        lambda net, optimizer: optimizer.inner.zero_grad(),
+    ],
+)
+def test_meddling_with_gradients_in_mid_window_is_noticed(meddle):
+    net, optimizer = prepare(plain.make_net())
+    optimizer.minimize(plain.mean_loss(net, data(1)[0]))
+    meddle(net, optimizer)
+    with pytest.raises(RuntimeError, match=r"was changed outside of the optimizer.*clip_norm=.*flush\(\)"):
+        optimizer.minimize(plain.mean_loss(net, data(1)[0]))
+
+
+def test_freezing_in_mid_window_is_noticed():
+    net, optimizer = prepare(plain.make_net())
+    optimizer.minimize(plain.mean_loss(net, data(1)[0]))
+    net.first.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="frozen or freed while the window held 1"):
+        optimizer.minimize(plain.mean_loss(net, data(1)[0]))
+
+
+def test_a_loss_of_another_model_is_refused():
+    _, optimizer = prepare(plain.make_net())
+    with pytest.raises(ValueError, match="reached none of the optimizer's parameters"):
+        optimizer.minimize(plain.mean_loss(plain.make_net(), data(1)[0]))
+
+
+def test_a_backward_of_the_users_own_is_explained():
+    net, optimizer = prepare(plain.make_net())
+    loss = plain.mean_loss(net, data(1)[0])
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time") as caught:
+        optimizer.minimize(loss)
+    assert any("Leave out your own loss.backward()" in note for note in caught.value.__notes__)
+
+
+def test_gradients_may_be_off_around_minimize():
+    net, optimizer = prepare(plain.make_net(), k_steps=1)
+    loss = plain.mean_loss(net, data(1)[0])
+    with torch.no_grad():
+        assert optimizer.minimize(loss).grad_norm > 0
+
+
+def test_sparse_gradients_and_lbfgs_are_refused():
+    net, optimizer = prepare(nn.Embedding(4, 2, sparse=True), k_steps=1)
+    with pytest.raises(TypeError, match=r"weight of shape.*sparse.*Set sparse=False"):
+        optimizer.minimize(net(torch.tensor([1])).sum())
+    with pytest.raises(TypeError, match="LBFGS evaluates the loss several times"):
+        fleet.distributed_optimizer(torch.optim.LBFGS(net.parameters()))
+
+
+def test_a_window_in_progress_needs_its_k_steps():
+    net, optimizer = prepare(plain.make_net())
+    optimizer.minimize(plain.mean_loss(net, data(1)[0]))
+    _, other = prepare(plain.make_net(), k_steps=2)
+    with pytest.raises(ValueError, match="is one of 4 micro-batches, and this optimizer merges 2"):
+        other.load_state_dict(optimizer.state_dict())
+
+
+def test_a_schedule_stepped_twice_is_noticed():
+    net, optimizer = prepare(plain.make_net(), k_steps=1, scheduler=lambda sgd: torch.optim.lr_scheduler.StepLR(sgd, 1))
+    optimizer.minimize(plain.mean_loss(net, data(1)[0]))
+    optimizer.engine.updater.scheduler.step()
+    with pytest.raises(RuntimeError, match="stepped by somebody else"):
+        optimizer.minimize(plain.mean_loss(net, data(1)[0]))
+
+
+def test_a_call_that_failed_can_be_repeated():
+    strategy = fleet.DistributedStrategy(lars=True)
+    net = plain.make_net()
+    with pytest.raises(TypeError, match="nn.Module"):
+        fleet.distributed_model(None, strategy)
+    strategy.lars_configs = {"lars_coeff": 0.1}
+    net = fleet.distributed_model(net, strategy)
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    with pytest.raises(ValueError, match="nonfinite_limit"):
+        fleet.distributed_optimizer(sgd, strategy, nonfinite_limit=0)
+    fleet.distributed_optimizer(sgd, strategy)
+
+
+def test_groups_for_lars_come_at_the_start():
+    strategy = fleet.DistributedStrategy(lars=True)
+    net = fleet.distributed_model(plain.make_net(), strategy)
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(net.head.parameters(), lr=0.1, momentum=0.9), strategy)
+    with pytest.raises(ValueError, match=r"cannot be added to LARS.*frozen ones included"):
+        optimizer.add_param_group({"params": net.first.parameters()})
+
+
+def test_an_open_window_at_the_end_is_mentioned(tmp_path):
+    from tests.jobs.starting import start
+
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\nfrom fleetx import fleet\n"
+        "s = fleet.DistributedStrategy(gradient_merge=True, gradient_merge_configs={'k_steps': 4})\n"
+        "m = fleet.distributed_model(torch.nn.Linear(2, 2), s)\n"
+        "o = fleet.distributed_optimizer(torch.optim.SGD(m.parameters(), lr=0.1), s)\n"
+        "o.minimize(m(torch.ones(1, 2)).sum())\n"
+    )
+    done = start(script, launcher=None)
+    assert "ended with 1 micro-batches in an open window" in done.stderr
 
 
 def test_misuse_is_explained():

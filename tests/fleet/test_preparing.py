@@ -148,7 +148,25 @@ def test_float16_hints_at_bfloat16_once(said):
 
 def test_bfloat16_says_that_it_does_not_scale(said):
     prepared(fleet.DistributedStrategy(amp=True, amp_configs={"dtype": "bfloat16"}), nn.Linear(2, 2))
+    assert not said.text
+    configs = {"dtype": "bfloat16", "init_loss_scaling": 8.0}
+    prepared(fleet.DistributedStrategy(amp=True, amp_configs=configs), nn.Linear(2, 2))
     assert "losses are not scaled" in said.text
+
+
+def test_configs_of_a_switch_that_is_off_are_mentioned(said):
+    prepared(fleet.DistributedStrategy(gradient_merge_configs={"k_steps": 4}))
+    assert "gradient_merge_configs is set, but gradient_merge is off" in said.text
+
+
+def test_other_data_parallel_wrappers_are_refused(tmp_path):
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+        with pytest.raises(ValueError, match=r"DistributedDataParallel.*second time.*give the model itself"):
+            fleet.distributed_model(wrapped)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_hierarchy_on_one_machine_is_an_explained_no_op(said):

@@ -129,6 +129,8 @@ def messages_per_window():
 
     net, optimizer = prepare(plain.Case())
     batch = my_part(plain.batches(plain.Case(), fleet.worker_num())[0])
+    for micro in plain.micro_batches(batch):  # in the first window the workers also compare what they reduce
+        optimizer.minimize(plain.mean_loss(net, micro))
     dist.all_reduce = counting
     per_call = []
     for micro in plain.micro_batches(batch):
@@ -136,7 +138,45 @@ def messages_per_window():
         optimizer.minimize(plain.mean_loss(net, micro))
         per_call.append(all_reduce_calls)
     dist.all_reduce = original
+    assert optimizer.engine.window.reductions == 2
     return per_call
+
+
+def awkward_windows():
+    """Whether a backward reduces is decided at backward: forwards in between, twice, or shared, change nothing."""
+    case = plain.Case()
+    net, optimizer = prepare(case)
+    first, second, third = plain.batches(case, fleet.worker_num())[:3]
+    for micro in plain.micro_batches(my_part(first)):
+        net.eval()
+        with torch.no_grad():
+            net(micro[0])
+        net.train()
+        loss = plain.contrast(net, micro)
+        net(micro[0])  # a graph that nobody uses
+        optimizer.minimize(loss)
+    for micro in plain.micro_batches(my_part(second))[:2]:
+        scores = net(micro[0])
+        optimizer.minimize(torch.nn.functional.cross_entropy(scores, micro[1]), retain_graph=True)
+        optimizer.minimize(scores.square().mean())
+    net.frozen.requires_grad_(True)
+    for micro in plain.micro_batches(my_part(third)):
+        optimizer.minimize(plain.mean_loss(net, micro))
+    return net
+
+
+def step_after_minimize():
+    """A window weighed by items must not colour the next one."""
+    case = plain.Case(ragged=True)
+    net, optimizer = prepare(case)
+    step = X.Step(net, optimizer, torch.nn.functional.cross_entropy)
+    for number, batch in enumerate(plain.batches(case, fleet.worker_num())):
+        if number % 2:
+            step(my_part(batch))
+        else:
+            for micro in plain.micro_batches(my_part(batch)):
+                optimizer.minimize(plain.mean_loss(net, micro), items=torch.tensor(len(micro[1])))
+    return net
 
 
 def skipped_window():
@@ -184,12 +224,14 @@ def main():
     net, reported = two_losses()
     results["two losses"] = (state(net), reported)
     results["resumed"] = resumed_in_mid_window()
+    results["mixed doors"] = state(step_after_minimize())
     net, outs = skipped_window()
     results["skipped"] = (state(net), outs)
     if fleet.worker_num() > 1:
         net, flushed, nothing_left = uneven_flush()
         results["flush"] = (state(net), flushed, nothing_left)
         results["messages"] = messages_per_window()
+        results["awkward"] = state(awkward_windows())
         results["one worker"] = state(used_by_one_worker())
     torch.save(results, Path(sys.argv[1]) / f"{fleet.worker_num()}-{fleet.worker_index()}.pt")
 

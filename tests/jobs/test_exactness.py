@@ -116,3 +116,15 @@ def test_a_parameter_that_one_worker_uses_is_averaged_over_all(several):
     optimizer.step()
     for results in several:
         assert_close(results["one worker"], net.state_dict())
+
+
+def test_forwards_between_backwards_do_not_change_what_is_reduced(several):
+    reference = plain.train_awkward(len(several))
+    for results in several:
+        assert_close(results["awkward"], reference)
+
+
+def test_both_doors_may_take_turns(job):
+    reference, _ = plain.train(plain.Case(ragged=True), workers=len(job))
+    for results in job:
+        assert_close(results["mixed doors"], reference)

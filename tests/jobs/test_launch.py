@@ -154,4 +154,4 @@ def test_different_models_on_the_workers_are_refused(script):
         check=False,
     )
     assert done.returncode == 1
-    assert "the workers hold different models" in done.stderr
+    assert "the workers differ in their models" in done.stderr

@@ -4,17 +4,18 @@ Hooks on modules open and close a precision region around their forward; the mod
 """
 
 import difflib
+import weakref
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 
+from fleetx.numbers import LOW_PRECISION
 from fleetx.slicing import map_tensors
 from fleetx.strategy import AmpConfigs
-from fleetx.window import LOW_PRECISION
 
 _CASTABLE = (torch.float32, *LOW_PRECISION)
 
@@ -36,13 +37,18 @@ class _Region:
         self.outputs = outputs
         self.weights = weights
         self.weights_kept = list(weights_kept)
+        self.entries = 0
         # A module may be entered again while it runs.
         self._open: list[tuple[torch.autocast, list[tuple[nn.Module, str, nn.Parameter]]]] = []
 
-    def install(self, module: nn.Module) -> None:
+    def install(self, module: nn.Module) -> "_Region":
+        """Put the region around the module."""
         module.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True)
         module.register_forward_hook(self.leave, with_kwargs=True, always_call=True)
+        return self
 
+    # Not traced by torch.compile, which cannot follow a region that is opened in one call and closed in another.
+    @torch.compiler.disable
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if self.inputs is not None:
             args, kwargs = _cast(args, self.inputs), _cast(kwargs, self.inputs)
@@ -50,9 +56,11 @@ class _Region:
             _device_type(module), dtype=self.autocast or torch.bfloat16, enabled=self.autocast is not None
         )
         region.__enter__()
+        self.entries += 1
         self._open.append((region, self._lower_weights(module)))
         return args, kwargs
 
+    @torch.compiler.disable
     def leave(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> Any:
         if not self._open:  # entering failed: there is nothing to undo
             return output
@@ -69,10 +77,21 @@ class _Region:
         originals = []
         for owner in module.modules():
             for name, parameter in owner._parameters.items():
-                if parameter is not None and parameter.dtype == torch.float32 and id(owner) not in kept:
+                if isinstance(owner, _NormBase) or id(owner) in kept:
+                    continue  # batch norms take low-precision inputs with fp32 weights, and only so
+                if parameter is not None and parameter.dtype == torch.float32:
                     originals.append((owner, name, parameter))
                     owner._parameters[name] = parameter.to(self.weights)  # type: ignore[assignment]
         return originals
+
+
+_outermost: weakref.WeakKeyDictionary[nn.Module, _Region] = weakref.WeakKeyDictionary()
+
+
+def entries(model: nn.Module) -> int | None:
+    """How often the model was run in low precision; None if it is not meant to be."""
+    region = _outermost.get(model)
+    return None if region is None else region.entries
 
 
 def low_dtype(configs: AmpConfigs) -> torch.dtype:
@@ -86,20 +105,29 @@ def low_dtype(configs: AmpConfigs) -> torch.dtype:
 
 def apply_precision(model: nn.Module, configs: AmpConfigs) -> None:
     """Make `model(...)` run in low precision and give fp32 results, so that losses are computed in fp32."""
+    _remove_regions(model)
     low = low_dtype(configs)
     raised = _named_modules(model, configs.custom_black_list, "custom_black_list")
     lowered = _named_modules(model, configs.custom_white_list, "custom_white_list")
     if configs.use_pure_fp16 or configs.use_pure_bf16:
         _lower_parameters(model, low, kept=raised, forced=lowered)
-        _Region(autocast=None, inputs=low, outputs=torch.float32).install(model)
+        _outermost[model] = _Region(autocast=None, inputs=low, outputs=torch.float32).install(model)
         for module in raised:
             _Region(autocast=None, inputs=torch.float32, outputs=low).install(module)
         return
-    _Region(autocast=low, outputs=torch.float32).install(model)
+    _outermost[model] = _Region(autocast=low, outputs=torch.float32).install(model)
     for module in raised:
         _Region(autocast=None, inputs=torch.float32).install(module)
     for module in lowered:
         _Region(autocast=None, inputs=low, weights=low, weights_kept=raised).install(module)
+
+
+def _remove_regions(model: nn.Module) -> None:
+    """A copy of a prepared model has its hooks: a second set would cast twice."""
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), _Region)]:
+                del hooks[key]
 
 
 def _lower_parameters(model: nn.Module, low: torch.dtype, kept: list[nn.Module], forced: list[nn.Module]) -> None:
@@ -110,7 +138,7 @@ def _lower_parameters(model: nn.Module, low: torch.dtype, kept: list[nn.Module],
     whole = {id(inner) for outer in kept for inner in outer.modules()}
     low_norms = {id(inner) for outer in forced for inner in outer.modules()}
     for module in model.modules():
-        if id(module) in whole or (isinstance(module, _BatchNorm) and id(module) not in low_norms):
+        if id(module) in whole or (isinstance(module, _NormBase) and id(module) not in low_norms):
             continue
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         for tensor in tensors:

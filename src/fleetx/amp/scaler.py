@@ -79,8 +79,8 @@ class LossScaler:
         overflow = torch.as_tensor(found_inf, device=self.scale_tensor.device).bool()
         good = torch.where(overflow, 0, self._good + 1)
         bad = torch.where(overflow, self._bad + 1, 0)
-        shrinks = bad == self.decr_every_n_nan_or_inf
-        grows = good == self.incr_every_n_steps
+        shrinks = bad >= self.decr_every_n_nan_or_inf
+        grows = good >= self.incr_every_n_steps
         shrunk = (self.scale_tensor * self.decr_ratio).clamp(min=1.0)
         grown = self.scale_tensor * self.incr_ratio
         grown = torch.where(grown.isfinite(), grown, self.scale_tensor)

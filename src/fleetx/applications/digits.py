@@ -57,10 +57,10 @@ def train_worker(strategy: X.DistributedStrategy, folder: Path, *, epochs: int, 
     warmup = min(WARMUP_EPOCHS, epochs // 4) * len(batches)
 
     model = fleet.distributed_model(SmallResnet(), strategy)
-    sgd = torch.optim.SGD(model.parameters(), lr=PEAK_LR, momentum=0.9)
-    decay = polynomial_decay(PEAK_LR, windows - warmup, power=2.0)
-    scheduler = as_scheduler(sgd, linear_warmup(decay, warmup))
-    optimizer = fleet.distributed_optimizer(sgd, strategy, scheduler=scheduler)
+    inner = wrapped_optimizer(model, strategy)
+    decay = polynomial_decay(inner.param_groups[0]["lr"], windows - warmup, power=2.0)
+    scheduler = as_scheduler(inner, linear_warmup(decay, warmup))
+    optimizer = fleet.distributed_optimizer(inner, strategy, scheduler=scheduler)
     step = X.Step(model, optimizer, functional.cross_entropy)
 
     if first:
@@ -82,6 +82,13 @@ def train_worker(strategy: X.DistributedStrategy, folder: Path, *, epochs: int, 
                 bar.accuracy = accuracy
     if first:
         save_file(model.state_dict(), folder / "weights.safetensors")
+
+
+def wrapped_optimizer(model: nn.Module, strategy: X.DistributedStrategy) -> torch.optim.Optimizer:
+    """What the strategy's LARS or LAMB takes the place of; SGD where it has neither."""
+    if strategy.lamb:
+        return torch.optim.Adam(model.parameters(), lr=0.02)
+    return torch.optim.SGD(model.parameters(), lr=PEAK_LR if strategy.lars else 0.2, momentum=0.9)
 
 
 def train_plain(log: MetricsLog, *, epochs: int, batch: int = 32, lr: float = 0.05) -> float:

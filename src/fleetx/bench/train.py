@@ -84,7 +84,7 @@ def free() -> None:
 
 
 def _make(case: Case) -> Any:
-    kinds = {"bert_base": Bert_base, "bert_large": Bert_large, "resnet50": Resnet50}
+    kinds: dict[str, Any] = {"bert_base": Bert_base, "bert_large": Bert_large, "resnet50": Resnet50}
     return kinds[case.model](**dict(case.sizes))
 
 
@@ -134,7 +134,7 @@ def _by_hand(case: Case, batch: dict[str, Tensor], device: str) -> Run:
 
 
 def _transformers(case: Case, batch: dict[str, Tensor], device: str) -> Run:
-    from transformers import BertConfig, BertForPreTraining
+    from transformers import BertConfig, BertForPreTraining  # pyrefly: ignore[missing-import]
 
     ours = _make(case).config
     config = BertConfig(
@@ -154,7 +154,7 @@ def _transformers(case: Case, batch: dict[str, Tensor], device: str) -> Run:
 
 
 def _timm(case: Case, batch: dict[str, Tensor], device: str) -> Run:
-    import timm
+    import timm  # pyrefly: ignore[missing-import]
 
     model = _placed(timm.create_model("resnet50", num_classes=1000), case, device)
     images, labels = batch["images"], batch["labels"]
@@ -189,7 +189,11 @@ def _autocast(device: str) -> Iterator[None]:
 
 def _placed(model: nn.Module, case: Case, device: str) -> nn.Module:
     model = model.to(device).train()
-    return model if case.model.startswith("bert") else model.to(memory_format=torch.channels_last)
+    if not case.model.startswith("bert"):
+        for parameter in model.parameters():
+            if parameter.dim() == 4:
+                parameter.data = parameter.data.to(memory_format=torch.channels_last)
+    return model
 
 
 def _synchronised(run: Run, device: str) -> Run:

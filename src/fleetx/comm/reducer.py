@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fleetx.comm.buckets import MIB, lay_out
-from fleetx.names import label
+from fleetx.names import label, position
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,10 @@ class Reducer:
     # Building ------------------------------------------------------------------------------------------
 
     def _build(self) -> list[_Bucket]:
-        # Backward finishes the last layers first: reversed registration order is close to the order of arrival.
-        order = list(reversed(range(len(self.parameters))))
+        # Backward finishes the last layers first, so the reverse of the model's own order is close to that of arrival;
+        # the optimizer's order, with its groups for decay and no decay, is not.
+        indices = range(len(self.parameters))
+        order = sorted(indices, key=lambda index: (position(self.parameters[index]), index), reverse=True)
         dtypes = [_merge_dtype(self.parameters[index]) for index in order]
         kinds = [(self.parameters[index].device, dtype) for index, dtype in zip(order, dtypes, strict=True)]
         sizes = [self.parameters[index].numel() * dtype.itemsize for index, dtype in zip(order, dtypes, strict=True)]
@@ -117,8 +119,8 @@ class Reducer:
         # A compressed message would spoil the counts, so then they travel in a small one of their own.
         separate_tail = self.settings.wire_dtype is not None
         buckets = []
-        for position, group in enumerate(groups):
-            carries_tail = position == len(groups) - 1 and not separate_tail
+        for number, group in enumerate(groups):
+            carries_tail = number == len(groups) - 1 and not separate_tail
             device, dtype = kinds[group[0]]
             indices = [order[item] for item in group]
             buckets.append(self._bucket(indices, device, dtype, tail if carries_tail else 0))
@@ -146,8 +148,8 @@ class Reducer:
         for bucket in self._buckets:
             bucket.missing = set(bucket.indices)
         tail = self._tail
-        for position, extra in enumerate(extras):
-            tail[position] = extra
+        for place, extra in enumerate(extras):
+            tail[place] = extra
         tail[self.extras :] = 1
 
     def _arrival(self, index: int):  # noqa: ANN202 - a closure of one line
@@ -157,8 +159,8 @@ class Reducer:
         bucket = self._bucket_of[index]
         if bucket.work is not None:
             raise RuntimeError(
-                f"{label(self.parameters[index])} received another gradient in the same backward after its bucket had left: "
-                "reentrant checkpointing of a shared module does this. "
+                f"{label(self.parameters[index])} received another gradient in the same backward after its bucket had "
+                "left: reentrant checkpointing of a shared module does this. "
                 "Use torch.utils.checkpoint(..., use_reentrant=False)."
             )
         self._collect(index)
@@ -217,8 +219,8 @@ def require_dense(parameter: Tensor, grad: Tensor) -> Tensor:
     """The gradient, unless it is sparse."""
     if grad.layout != torch.strided:
         raise TypeError(
-            f"{label(parameter)} of shape {tuple(grad.shape)} has a {grad.layout} gradient: only dense gradients can be "
-            "merged and reduced. Set sparse=False on the embedding."
+            f"{label(parameter)} of shape {tuple(grad.shape)} has a {grad.layout} gradient: only dense gradients can "
+            "be merged and reduced. Set sparse=False on the embedding."
         )
     return grad
 

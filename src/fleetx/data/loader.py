@@ -104,7 +104,12 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """The position and what it depends on; equal on all workers."""
-        return {"epoch": self._epoch, "batches": self._given, "plan": self.plan.identity()}
+        return {
+            "epoch": self._epoch,
+            "batches": self._given,
+            "samples": self.plan.samples(self._epoch, self._given),
+            "plan": self.plan.identity(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved position. The number of loading processes may differ; the plan of the batches may not."""
@@ -122,6 +127,12 @@ class Loader:
         epoch, given = int(state["epoch"]), int(state["batches"])
         if epoch < 0 or not 0 <= given < self.plan.count(epoch):
             raise ValueError(f"there is no batch {given} in epoch {epoch}: it has {self.plan.count(max(epoch, 0))}.")
+        if state["samples"] != self.plan.samples(epoch, given):
+            raise ValueError(
+                f"{state['samples']} samples had been given, but {given} batches of epoch {epoch} now hold "
+                f"{self.plan.samples(epoch, given)}: the end of an epoch is dealt otherwise to another number of "
+                "workers. Resume with as many workers as there were, or use set_epoch."
+            )
         self._go_to(epoch, given)
 
     def close(self) -> None:

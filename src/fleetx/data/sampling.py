@@ -28,6 +28,10 @@ class BatchPlan(Protocol):
         """How many batches that epoch has: the same on every worker."""
         ...
 
+    def samples(self, number: int, batches: int) -> int:
+        """How many samples the first batches of that epoch hold, on all workers together."""
+        ...
+
     def identity(self) -> dict[str, int | str | bool]:
         """What must be unchanged for a saved position to mean the same batch."""
         ...
@@ -84,6 +88,11 @@ class ShardedBatches:
         """Every epoch has equally many batches."""
         del number
         return len(self)
+
+    def samples(self, number: int, batches: int) -> int:
+        """Samples of the first batches, on all workers together."""
+        del number
+        return sum(self._sizes[:batches])
 
     def epoch(self, number: int) -> Iterator[Tensor]:
         """The index batches of one epoch."""

@@ -43,6 +43,10 @@ class TokenBatches:
         """Epochs may differ, since their order does."""
         return len(self._plan(number)) // self.workers
 
+    def samples(self, number: int, batches: int) -> int:
+        """Samples of the first batches, on all workers together."""
+        return sum(map(len, self._plan(number)[: batches * self.workers]))
+
     def identity(self) -> dict[str, int | str | bool]:
         """Workers take turns, so their number belongs to it."""
         size = len(self.lengths(Epoch(self.seed, 0)))

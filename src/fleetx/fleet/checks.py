@@ -1,19 +1,36 @@
 """What a distributed optimizer refuses, and how it says so: rule, value, remedy."""
 
+import gc
+from collections.abc import Mapping
+from numbers import Integral, Real
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from fleetx import names
 from fleetx.fleet.model import strategy_of
+from fleetx.numbers import Number
 from fleetx.strategy import DistributedStrategy
+
+
+def require_steppable(optimizer: Any) -> None:
+    """A torch optimizer that updates from gradients alone."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"distributed_optimizer takes a torch optimizer, not a {type(optimizer).__name__}.")
+    if isinstance(optimizer, LBFGS):
+        raise TypeError("LBFGS evaluates the loss several times per step, which a window cannot do. Use SGD or Adam.")
 
 
 def require_prepared(optimizer: Optimizer, strategy: DistributedStrategy) -> None:
     """All parameters belong to models that were prepared with this very strategy."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    require_prepared_parameters([p for group in optimizer.param_groups for p in group["params"]], strategy)
+
+
+def require_prepared_parameters(parameters: list[Tensor], strategy: DistributedStrategy) -> None:
+    """The same of a list of parameters."""
     strangers = [index for index, parameter in enumerate(parameters) if strategy_of(parameter) is None]
     if strangers:
         raise ValueError(
@@ -26,10 +43,9 @@ def require_prepared(optimizer: Optimizer, strategy: DistributedStrategy) -> Non
     first_of = {id(strategy_of(parameter)): parameter for parameter in reversed(parameters)}
     for parameter in first_of.values():
         if strategy_of(parameter) != strategy:
-            info = names.info(parameter)
             raise ValueError(
-                f"the model of {info.name if info else 'a parameter'} was prepared with another strategy. "
-                "Give fleet.distributed_model and fleet.distributed_optimizer the same one."
+                f"the model of {names.label(parameter)} was prepared with another strategy (none given means "
+                "all defaults). Give fleet.distributed_model and fleet.distributed_optimizer the same one."
             )
 
 
@@ -60,7 +76,9 @@ def require_positive(name: str, value: float | None) -> None:
 def require_scalar(loss: Any) -> None:
     """A loss that can be differentiated."""
     if not isinstance(loss, Tensor):
-        hint = " Losses with counts of their own go through fleetx.Step." if isinstance(loss, dict) else ""
+        hint = " Give the loss itself, not loss.item()."
+        if isinstance(loss, dict):
+            hint = " Losses with counts of their own go through fleetx.Step."
         raise TypeError(f"minimize takes the loss as a tensor, not a {type(loss).__name__}.{hint}")
     if loss.numel() != 1:
         raise ValueError(
@@ -69,11 +87,33 @@ def require_scalar(loss: Any) -> None:
         )
 
 
-def require_count(items: Any) -> None:
-    """One count of items, or None."""
-    if isinstance(items, dict):
+ITEMS_OR_SUM = (
+    "items weighs micro-batches by what they average over, gradient_merge_configs.avg=False adds them up: "
+    "only one of the two is possible. Set avg=True."
+)
+
+
+def as_count(items: Any, what: str = "items") -> Number:
+    """A count as a number; one on a device stays there, since reading it would wait."""
+    if isinstance(items, Mapping):
         raise TypeError("minimize takes one count; a dict of counts needs fleetx.Step, which sees the whole window.")
-    if items is None or (isinstance(items, Tensor) and items.numel() == 1):
-        return
-    if isinstance(items, bool) or not isinstance(items, int | float) or not items >= 0:
-        raise ValueError(f"items must be a number of at least 0, not {items!r}.")
+    if isinstance(items, Tensor):
+        if items.numel() != 1:
+            raise ValueError(f"{what} must be one number, not a tensor of shape {tuple(items.shape)}.")
+        if items.device.type != "cpu":
+            return items.reshape(())
+        items = items.item()
+    if isinstance(items, bool) or not isinstance(items, Real) or not float(items) >= 0:
+        raise ValueError(f"{what} must be a number of at least 0, not {items!r}.")
+    return int(items) if isinstance(items, Integral) else float(items)
+
+
+def require_alone(parameters: list[Tensor]) -> None:
+    """Nobody else may average the same gradients: the result would be divided by the number of workers twice."""
+    ours = {id(parameter) for parameter in parameters}
+    for wrapper in gc.get_objects():
+        if issubclass(type(wrapper), DistributedDataParallel) and any(id(p) in ours for p in wrapper.parameters()):
+            raise ValueError(
+                "the model is also wrapped in DistributedDataParallel, which would average its gradients a second "
+                "time. Leave that wrapper out: fleet.distributed_model and fleet.distributed_optimizer take its place."
+            )

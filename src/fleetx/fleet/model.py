@@ -4,6 +4,7 @@ import weakref
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fleetx import names
@@ -11,7 +12,7 @@ from fleetx.amp import apply_precision, low_dtype
 from fleetx.comm import world
 from fleetx.comm.broadcast import broadcast_module
 from fleetx.notices import tell_once
-from fleetx.strategy import DistributedStrategy
+from fleetx.strategy import LOSS_SCALE, DistributedStrategy
 
 _prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _strategies: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -28,7 +29,12 @@ def distributed_model(model: nn.Module, strategy: DistributedStrategy | None = N
         raise ValueError(
             "this model went through distributed_model before: once is enough, and twice would cast twice."
         )
-    strategy = in_use(strategy, "fleet.distributed_model")
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise ValueError(
+            "the model is wrapped in DistributedDataParallel, which would average its gradients a second time. "
+            "Leave that wrapper out and give the model itself."
+        )
+    strategy = runnable(strategy)
     require_joined()
     names.record(model)
     broadcast_module(model)
@@ -36,6 +42,7 @@ def distributed_model(model: nn.Module, strategy: DistributedStrategy | None = N
         _hint_at_bfloat16(model, strategy)
         apply_precision(model, strategy.amp_configs)
     _explain_communication(strategy)
+    strategy.freeze("fleet.distributed_model")
     _prepared.add(model)
     for parameter in model.parameters():
         _strategies[parameter] = strategy
@@ -52,14 +59,17 @@ def strategy_of(parameter: torch.Tensor) -> DistributedStrategy | None:
     return _strategies.get(parameter)
 
 
-def in_use(strategy: DistributedStrategy | None, user: str) -> DistributedStrategy:
-    """Check that a strategy can be carried out, and freeze it: later changes would not take effect."""
+def runnable(strategy: DistributedStrategy | None) -> DistributedStrategy:
+    """The strategy, or the default one, after checking that it can be carried out."""
     if strategy is None:
         strategy = DistributedStrategy()
     if not isinstance(strategy, DistributedStrategy):
         raise TypeError(f"strategy must be a fleet.DistributedStrategy, not a {type(strategy).__name__}.")
     strategy.check_runnable()
-    strategy.freeze(user)
+    for name in strategy.prepared_but_off():
+        tell_once(f"off-{name}", f"{name}_configs is set, but {name} is off and does nothing: set {name} = True.")
+    if strategy.find_unused_parameters:
+        tell_once("unused", "find_unused_parameters is always on here: unused parameters are found and left alone.")
     return strategy
 
 
@@ -75,10 +85,8 @@ def require_joined() -> None:
 def _hint_at_bfloat16(model: nn.Module, strategy: DistributedStrategy) -> None:
     configs = strategy.amp_configs
     if low_dtype(configs) is torch.bfloat16:
-        tell_once(
-            "bf16-scaling",
-            "bfloat16 has the range of float32: losses are not scaled, the scaling settings rest.",
-        )
+        if any(configs.was_given(name) for name in LOSS_SCALE):
+            tell_once("bf16-scaling", "bfloat16 has the range of float32: losses are not scaled, those settings rest.")
         return
     parameter = next(model.parameters(), None)
     on_gpu = parameter is not None and parameter.is_cuda

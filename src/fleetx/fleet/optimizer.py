@@ -1,5 +1,7 @@
 """`distributed_optimizer`: the optimizer of the guide's loop, with `minimize` and `flush`."""
 
+import atexit
+import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -8,16 +10,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fleetx.amp import LossScaler, low_dtype
+from fleetx.comm import world
 from fleetx.comm.reducer import ReducerSettings
 from fleetx.fleet import checks
-from fleetx.fleet.model import in_use, require_joined
+from fleetx.fleet.model import require_joined, runnable
 from fleetx.nonfinite import NonFiniteWatch
+from fleetx.notices import tell_once
+from fleetx.numbers import LOW_PRECISION, Number
 from fleetx.optim import Lamb, Lars
 from fleetx.outcome import Outcome
 from fleetx.step import TrainingStep
 from fleetx.strategy import DistributedStrategy
 from fleetx.update import Updater
-from fleetx.window import LOW_PRECISION, Number, Window
+from fleetx.window import Window
 
 
 def distributed_optimizer(
@@ -51,18 +56,25 @@ class DistributedOptimizer(Optimizer):
         clip_norm: float | None = None,
         nonfinite_limit: int = 10,
     ) -> None:
-        # Optimizer.__init__ is not called: groups and state are those of the wrapped one.
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"distributed_optimizer takes a torch optimizer, not a {type(optimizer).__name__}.")
+        # Optimizer.__init__ is not called: groups and state are those of the wrapped one. Everything is checked before
+        # anything is changed, so that a call that failed can be repeated.
+        checks.require_steppable(optimizer)
         if isinstance(optimizer, DistributedOptimizer):
             raise TypeError("this optimizer is distributed already: once is enough.")
-        self.strategy = in_use(strategy, "fleet.distributed_optimizer")
+        strategy = runnable(strategy)
         require_joined()
-        checks.require_prepared(optimizer, self.strategy)
+        checks.require_prepared(optimizer, strategy)
         checks.require_scheduler_of(optimizer, scheduler)
         checks.require_positive("clip_norm", clip_norm)
-        self.inner = _replacement(optimizer, self.strategy)
-        self.engine = _engine(self.inner, self.strategy, scheduler, clip_norm, nonfinite_limit)
+        watch = NonFiniteWatch(nonfinite_limit)
+        self.strategy = strategy
+        self.inner = _replacement(optimizer, strategy)
+        self.engine = _engine(self.inner, strategy, scheduler, clip_norm, watch)
+        # A schedule made for this object moves after the first window, updated or skipped: torch need not warn.
+        self._opt_called = True
+        self._checked_alone = False
+        strategy.freeze("fleet.distributed_optimizer")
+        atexit.register(_mention_open_window, weakref.ref(self))
 
     # What torch and its schedulers expect of an optimizer ------------------------------------------------
 
@@ -85,12 +97,31 @@ class DistributedOptimizer(Optimizer):
         """Add parameters between windows; they take part from the next window on."""
         if self.engine.window.held:
             raise RuntimeError("a window is in progress: call flush() before adding parameters.")
-        if self.engine.updater.masters or any(p.dtype in LOW_PRECISION for p in _listed(param_group["params"])):
+        params = param_group["params"]
+        params = [params] if isinstance(params, Tensor) else list(params)
+        tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in params]
+        low = any(tensor.dtype in LOW_PRECISION for tensor in tensors)
+        if low or self.engine.updater.masters or isinstance(self.inner, Lars | Lamb):
             raise ValueError(
-                "parameters cannot be added to an optimizer that keeps fp32 master weights. "
+                "parameters cannot be added to LARS, to LAMB, or to an optimizer that keeps fp32 master weights. "
                 "Make it with all of them, frozen ones included, and set requires_grad when they should train."
             )
-        self.inner.add_param_group(param_group)
+        checks.require_prepared_parameters(tensors, self.strategy)
+        self.inner.add_param_group({**param_group, "params": params})
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        """Called before each update, by the wrapped optimizer."""
+        return self.inner.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        """Called after each update, by the wrapped optimizer."""
+        return self.inner.register_step_post_hook(hook)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 - torch's signature
         """Nothing to do between windows; in the middle of one it would lose micro-batches, so it raises."""
@@ -115,18 +146,33 @@ class DistributedOptimizer(Optimizer):
         `items` is the number of items (tokens, unpadded samples) that this loss averages over, where that varies.
         """
         checks.require_scalar(loss)
-        checks.require_count(items)
         if items is not None:
+            items = checks.as_count(items)
             self._require_items_possible()
-        return self.engine.minimize(loss.reshape(()), items, retain_graph)
+        self.require_alone()
+        return self.engine.minimize(loss, items, retain_graph)
 
     def flush(self) -> Outcome | None:
-        """Update with what a short last window holds, averaged by that; None if it holds nothing on any worker."""
+        """Update with what a short last window holds, averaged by that; None if it holds nothing on any worker.
+
+        All workers must call it, after the same number of full windows: at the end of an epoch, say.
+        """
         return self.engine.flush()
 
     def discard(self) -> None:
         """Drop the micro-batches merged so far."""
         self.engine.window.discard()
+
+    def require_alone(self) -> None:
+        """Refuse, once, a model that another wrapper reduces as well."""
+        if not self._checked_alone and world.size() > 1:
+            checks.require_alone(self.engine.updater.parameters())
+        self._checked_alone = True
+
+    @property
+    def nonfinite_windows(self) -> int:
+        """Windows so far whose loss or gradient was not finite for other reasons than the loss scale."""
+        return self.engine.watch.total
 
     @property
     def micro_batches_held(self) -> int:
@@ -160,6 +206,7 @@ class DistributedOptimizer(Optimizer):
         masters, scaler, scheduler = engine.updater.masters, engine.scaler, engine.updater.scheduler
         return self.inner.state_dict() | {
             "fleetx": {
+                "k_steps": engine.k_steps,
                 "window": engine.window.state_dict(),
                 "watch": engine.watch.state_dict(),
                 "masters": masters.state_dict() if masters else None,
@@ -190,19 +237,25 @@ class DistributedOptimizer(Optimizer):
                     f"this optimizer {has} a {name} and the state dict {saved}: they come from different strategies. "
                     "Save and load with the same strategy and scheduler."
                 )
+        if ours["window"]["held"] and ours["k_steps"] != engine.k_steps:
+            raise ValueError(
+                f"the window in progress is one of {ours['k_steps']} micro-batches, and this optimizer merges "
+                f"{engine.k_steps}. Load it with the k_steps it was saved with, or save after flush()."
+            )
+        engine.window.check_state(ours["window"])
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "fleetx"})
-        for name, part in parts.items():
-            if part is not None:
-                part.load_state_dict(ours[name])
+        if engine.updater.masters is not None:
+            engine.updater.masters.load_state_dict(ours["masters"])
+        if engine.scaler is not None:
+            engine.scaler.load_state_dict(ours["scaler"])
+        if engine.updater.scheduler is not None:
+            engine.updater.load_schedule(ours["scheduler"])
         engine.watch.load_state_dict(ours["watch"])
         engine.window.load_state_dict(ours["window"])
 
     def _require_items_possible(self) -> None:
         if not self.engine.average:
-            raise ValueError(
-                "items weighs micro-batches by what they average over, gradient_merge_configs.avg=False adds them up: "
-                "only one of the two is possible. Set avg=True."
-            )
+            raise ValueError(checks.ITEMS_OR_SUM)
         if self.strategy.fp16_allreduce:
             raise ValueError(
                 "minimize(items=...) sends gradients multiplied by their counts, which overflows with fp16_allreduce. "
@@ -218,19 +271,31 @@ def _engine(
     strategy: DistributedStrategy,
     scheduler: Any,
     clip_norm: float | None,
-    nonfinite_limit: int,
+    watch: NonFiniteWatch,
 ) -> TrainingStep:
     updater = Updater(inner, scheduler)
     merge = strategy.gradient_merge_configs
+    k_steps = merge.k_steps if strategy.gradient_merge else 1
+    average = merge.avg or not strategy.gradient_merge
     return TrainingStep(
-        window=Window(updater.parameters, _reducer_settings(strategy)),
+        window=Window(updater.parameters, _reducer_settings(strategy), f"k_steps {k_steps}, avg {average}"),
         updater=updater,
-        k_steps=merge.k_steps if strategy.gradient_merge else 1,
-        average=merge.avg or not strategy.gradient_merge,
+        k_steps=k_steps,
+        average=average,
         scaler=_scaler(strategy),
         clip_norm=clip_norm,
-        watch=NonFiniteWatch(nonfinite_limit),
+        watch=watch,
     )
+
+
+def _mention_open_window(reference: "weakref.ref[DistributedOptimizer]") -> None:
+    optimizer = reference()
+    if optimizer is not None and optimizer.micro_batches_held:
+        tell_once(
+            "open-window",
+            f"the run ended with {optimizer.micro_batches_held} micro-batches in an open window, which moved nothing: "
+            "call optimizer.flush() at the end.",
+        )
 
 
 def _replacement(optimizer: Optimizer, strategy: DistributedStrategy) -> Optimizer:
@@ -264,7 +329,3 @@ def _scaler(strategy: DistributedStrategy) -> LossScaler | None:
         decr_ratio=configs.decr_ratio,
         use_dynamic_loss_scaling=configs.use_dynamic_loss_scaling,
     )
-
-
-def _listed(params: Any) -> list[Tensor]:
-    return [params] if isinstance(params, Tensor) else list(params)

@@ -3,10 +3,11 @@
 import os
 import signal
 import sys
+import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -19,6 +20,11 @@ def launch(command: Sequence[str], *, workers: int, environment: Mapping[str, st
     print(configuration({"nproc_per_node": workers, "script": " ".join(command)}), flush=True)
     # Workers that each start a thread per core would fight over the cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+    with tempfile.TemporaryDirectory(prefix="fleetrun-") as scratch:
+        return _launch(command, workers, scratch)
+
+
+def _launch(command: Sequence[str], workers: int, scratch: str) -> int:
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -30,6 +36,8 @@ def launch(command: Sequence[str], *, workers: int, environment: Mapping[str, st
         max_restarts=0,
         monitor_interval=0.1,
         start_method="spawn",
+        # torch keeps workers' error files there, and would leave its own folder behind.
+        logs_specs=DefaultLogsSpecs(log_dir=scratch),
     )
     try:
         elastic_launch(config, sys.executable)("-m", "fleetx.launch.worker", *command)

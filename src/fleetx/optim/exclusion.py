@@ -53,17 +53,20 @@ def exclude(
     named = _all_named(patterns, parameters, setting)
     taken = {}
     for pattern in patterns:
-        taken[pattern] = tuple(parameter.name for parameter in named if takes(pattern, parameter))
+        taken[pattern] = tuple(parameter.name for parameter in named if takes(pattern, parameter, known_kinds))
         if not taken[pattern]:
             _explain_nothing_taken(pattern, named, known_kinds, setting)
-    mask = tuple(any(takes(pattern, parameter) for pattern in patterns) for parameter in named)
+    mask = tuple(any(takes(pattern, parameter, known_kinds) for pattern in patterns) for parameter in named)
     return Exclusion(mask, taken)
 
 
-def takes(pattern: str, parameter: "ParameterInfo") -> bool:
+def takes(pattern: str, parameter: "ParameterInfo", known_kinds: Collection[str] = ()) -> bool:
     """Whether one pattern takes one parameter."""
-    if FLEET_ALIASES.get(pattern, pattern) in parameter.kinds:
+    kind = FLEET_ALIASES.get(pattern, pattern)
+    if kind in parameter.kinds:
         return True
+    if parameter.kinds_known and kind in known_kinds:
+        return False  # "norm" means normalisations, not a layer that happens to be called "normal"
     if _GLOB_CHARACTERS.intersection(pattern):
         return fnmatchcase(parameter.name, pattern)
     return pattern in parameter.name

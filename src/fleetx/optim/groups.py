@@ -9,11 +9,11 @@ from torch import Tensor
 
 from fleetx import names
 from fleetx.names import ParameterInfo
+from fleetx.numbers import LOW_PRECISION
 
 Group = dict[str, Any]
 State = dict[str, Tensor]
 
-LOW_PRECISION = (torch.float16, torch.bfloat16)
 DTYPES = (*LOW_PRECISION, torch.float32, torch.float64)
 
 

@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import StateDict
 
-from fleetx.optim.groups import LOW_PRECISION, Group, call_it, working_dtype
+from fleetx.numbers import LOW_PRECISION
+from fleetx.optim.groups import Group, call_it, working_dtype
 
 
 def check_saved(kind: str, groups: list[Group], saved: StateDict, masks: Mapping[str, str]) -> None:
