@@ -7,7 +7,7 @@ import difflib
 import weakref
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,23 @@ from fleetx.slicing import map_tensors
 from fleetx.strategy import AmpConfigs
 
 _CASTABLE = (torch.float32, *LOW_PRECISION)
+
+
+class _Autocast(NamedTuple):
+    """torch's autocast state for one kind of device."""
+
+    device: str
+    enabled: bool
+    dtype: torch.dtype
+
+
+def _autocast_state(device: str) -> _Autocast:
+    return _Autocast(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+
+
+def _set_autocast(device: str, enabled: bool, dtype: torch.dtype) -> None:
+    torch.set_autocast_enabled(device, enabled)
+    torch.set_autocast_dtype(device, dtype)
 
 
 class _Region:
@@ -39,7 +56,7 @@ class _Region:
         self.weights_kept = list(weights_kept)
         self.entries = 0
         # A module may be entered again while it runs.
-        self._open: list[tuple[torch.autocast, list[tuple[nn.Module, str, nn.Parameter]]]] = []
+        self._open: list[tuple[_Autocast, list[tuple[nn.Module, str, nn.Parameter]]]] = []
 
     def install(self, module: nn.Module) -> "_Region":
         """Put the region around the module."""
@@ -47,27 +64,25 @@ class _Region:
         module.register_forward_hook(self.leave, with_kwargs=True, always_call=True)
         return self
 
-    # Not traced by torch.compile, which cannot follow a region that is opened in one call and closed in another.
-    @torch.compiler.disable
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if self.inputs is not None:
             args, kwargs = _cast(args, self.inputs), _cast(kwargs, self.inputs)
-        region = torch.autocast(
-            _device_type(module), dtype=self.autocast or torch.bfloat16, enabled=self.autocast is not None
-        )
-        region.__enter__()
+        surroundings = _autocast_state(_device_type(module))
+        _set_autocast(surroundings.device, self.autocast is not None, self.autocast or surroundings.dtype)
+        torch.autocast_increment_nesting()
         self.entries += 1
-        self._open.append((region, self._lower_weights(module)))
+        self._open.append((surroundings, self._lower_weights(module)))
         return args, kwargs
 
-    @torch.compiler.disable
     def leave(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> Any:
         if not self._open:  # entering failed: there is nothing to undo
             return output
-        region, originals = self._open.pop()
+        surroundings, originals = self._open.pop()
         for owner, name, parameter in originals:
             owner._parameters[name] = parameter
-        region.__exit__(None, None, None)
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        _set_autocast(*surroundings)
         return output if self.outputs is None else _cast(output, self.outputs)
 
     def _lower_weights(self, module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
@@ -84,6 +99,11 @@ class _Region:
                     owner._parameters[name] = parameter.to(self.weights)  # type: ignore[assignment]
         return originals
 
+
+# torch.compile cannot follow a region that is opened in one call and closed in another. This is what
+# torch.compiler.disable does to a function, without importing the whole compiler when FleetX is imported.
+for _hook in (_Region.enter, _Region.leave):
+    _hook._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 _outermost: weakref.WeakKeyDictionary[nn.Module, _Region] = weakref.WeakKeyDictionary()
 
