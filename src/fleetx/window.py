@@ -6,6 +6,7 @@ twice, or not at all. Gradients are merged in the parameters' dtype, but never b
 over the workers once, during the backward that ends the window.
 """
 
+import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from fleetx.comm.agreement import require_agreement
 from fleetx.comm.reducer import Reducer, ReducerSettings, require_dense
 from fleetx.names import label
 from fleetx.numbers import LOW_PRECISION, Number
+
+# Windows that live in this process: a GAN has two.
+_windows: "weakref.WeakSet[Window]" = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class Window:
         self._failure: BaseException | None = None
         self.reductions = 0
         self.clear()
+        _windows.add(self)
 
     @property
     def reducer(self) -> Reducer | None:
@@ -79,7 +84,7 @@ class Window:
         micro-batches of a window have the same `weighing`.
         """
         self._begin(weighing) if self.held == 0 else self._require_untouched()
-        assert weighing == self.weighing
+        self._marks = []
         self.held += 1
         self.weight = self.weight + weight
         values = [loss.detach() for loss in losses]
@@ -94,7 +99,8 @@ class Window:
         except BaseException as error:
             self.fail(error)
             raise
-        self._marks = [_mark(parameter) for parameter in self._parameters()]
+        if not ends:
+            self._marks = [_mark(parameter) for parameter in self._members]
 
     def merge(self, weighing: Weighing | None = None) -> Merged:
         """The sums over micro-batches and workers. All workers must call it, also one that holds nothing.
@@ -103,7 +109,7 @@ class Window:
         """
         if self.held == 0:
             self._begin(weighing or Weighing())
-        elif not self._has_left:
+        elif self._marks:
             self._require_untouched()
         if world.size() == 1:
             grads = [require_dense(p, p.grad) for p in self._members if p.grad is not None]
@@ -179,7 +185,7 @@ class Window:
         self.losses = [loss.clone().to(parameters[0].device) for loss in state["losses"]]
         for parameter, grad in zip(parameters, state["grads"], strict=True):
             parameter.grad = None if grad is None else grad.clone().to(parameter.device)
-        self._marks = [_mark(parameter) for parameter in parameters]
+        self._marks = [_mark(parameter) for parameter in self._members]
 
     def _begin(self, weighing: Weighing) -> None:
         if self._failure is not None:
@@ -196,9 +202,11 @@ class Window:
                 parameter.grad_dtype = torch.float32
 
     def _backward(self, objective: Tensor, retain_graph: bool) -> None:
-        """Only this window's own parameters get gradients: a loss may reach through other people's models."""
+        """Only this window's own parameters get gradients: a loss may reach into the window of another optimizer."""
         try:
-            objective.backward(retain_graph=retain_graph, inputs=self._members)
+            # With no other window open the choice is left to autograd, which is faster.
+            others_open = any(other.held for other in _windows if other is not self)
+            objective.backward(retain_graph=retain_graph, inputs=self._members if others_open else None)
         except RuntimeError as error:
             if "second time" in str(error):
                 error.add_note("FleetX: minimize() runs backward itself. Leave out your own loss.backward().")
@@ -216,7 +224,7 @@ class Window:
                 f"parameters were frozen or freed while the window held {self.held} micro-batches. "
                 "Do so between windows: call flush() or discard() first."
             )
-        for parameter, mark in zip(self._parameters(), self._marks, strict=True):
+        for parameter, mark in zip(self._members, self._marks, strict=True):
             if _mark(parameter) != mark:
                 raise RuntimeError(
                     f"the gradient of {label(parameter)} was changed outside of the optimizer while its window held "
