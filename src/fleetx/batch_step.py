@@ -93,6 +93,7 @@ class Step:
         self._engine.stopwatch.start()
         self.optimizer.require_alone()
         micro_batches = self._cut(batch)
+        self._engine.window.discard()  # the last gradients need not live through the forward
         device = self._engine.updater.device
         shares = Shares([self._count(micro) for micro in micro_batches], device)
         names: tuple[str, ...] = ()

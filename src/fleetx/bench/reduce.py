@@ -21,7 +21,7 @@ from fleetx.bench.timing import interleaved, ratio
 
 BATCH, WIDTH, LAYERS = 64, 512, 16
 WINDOWS = (1, 4)
-PEER, DOORS = "DistributedDataParallel", ("Step", "minimize")
+PEER, VIEWS, DOORS = "DistributedDataParallel", "the same, gradient_as_bucket_view", ("Step", "minimize")
 
 
 class _Classifier(nn.Module):
@@ -45,7 +45,12 @@ def measure(*, rounds: int, calls: int) -> dict[str, Any]:
 
 
 def _measure_window(batch: Any, k_steps: int, rounds: int, calls: int) -> dict[str, list[float]]:
-    rivals = {PEER: _by_ddp(batch, k_steps), "Step": _by_step(batch, k_steps), "minimize": _by_minimize(batch, k_steps)}
+    rivals = {
+        PEER: _by_ddp(batch, k_steps),
+        VIEWS: _by_ddp(batch, k_steps, gradient_as_bucket_view=True),
+        "Step": _by_step(batch, k_steps),
+        "minimize": _by_minimize(batch, k_steps),
+    }
     return interleaved(rivals, rounds=rounds, calls=calls)
 
 
@@ -62,9 +67,11 @@ def summarise(runs: list[dict[str, Any]], workers: int) -> dict[str, Any]:
         "cases": {
             case: {
                 "median_ms": {
-                    n: median_of(lambda r, c=case, n=n: 1e3 * statistics.median(r[c][n])) for n in (PEER, *DOORS)
+                    n: median_of(lambda r, c=case, n=n: 1e3 * statistics.median(r[c][n])) for n in (PEER, VIEWS, *DOORS)
                 },
-                "speed_against_ddp": {n: median_of(lambda r, c=case, n=n: ratio(r[c], n, PEER)) for n in DOORS},
+                "speed_against_ddp": {
+                    n: median_of(lambda r, c=case, n=n: ratio(r[c], n, PEER)) for n in (VIEWS, *DOORS)
+                },
             }
             for case in runs[0]
         },
@@ -89,8 +96,8 @@ def _pieces(batch: Any, k_steps: int) -> list[tuple[Tensor, Tensor]]:
     return list(zip(batch[0].chunk(k_steps), batch[1].chunk(k_steps), strict=True))
 
 
-def _by_ddp(batch: Any, k_steps: int) -> Callable[[], object]:
-    model = DistributedDataParallel(_model(), gradient_as_bucket_view=True)  # its fastest form
+def _by_ddp(batch: Any, k_steps: int, **options: Any) -> Callable[[], object]:
+    model = DistributedDataParallel(_model(), **options)
     optimizer = _sgd(model)
 
     def run() -> float:
