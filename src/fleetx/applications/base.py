@@ -20,6 +20,11 @@ class Application(nn.Module, ABC):
     losses: ClassVar[tuple[str, ...]]
 
     @property
+    def host_inputs(self) -> tuple[str, ...]:
+        """Entries of a batch that are read on the host: they need not be moved to the device."""
+        return ()
+
+    @property
     @abstractmethod
     def checkpoints(self) -> list[str]:
         """Names of the modules whose outputs are good places to cut the model for recompute."""

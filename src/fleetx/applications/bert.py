@@ -11,6 +11,7 @@ from fleetx.applications.base import Application, Count
 from fleetx.applications.bert_config import BERT_BASE, BERT_LARGE, BertConfig, overridden
 from fleetx.applications.bert_layers import BertBody, StreamLayerNorm
 from fleetx.applications.bert_losses import IGNORED, mean_cross_entropy, projected_cross_entropy
+from fleetx.applications.bert_packing import Packing
 
 
 class BertTransform(nn.Module):
@@ -92,6 +93,11 @@ class Bert(Application):
         self.reset_parameters()
 
     @property
+    def host_inputs(self) -> tuple[str, ...]:
+        """With `unpad` the mask is read on the host."""
+        return ("attention_mask",) if self.config.unpad else ()
+
+    @property
     def checkpoints(self) -> list[str]:
         """The encoder's layers."""
         return [f"bert.encoder.layer.{index}" for index in range(self.config.layers)]
@@ -107,15 +113,21 @@ class Bert(Application):
     ) -> dict[str, Tensor] | tuple[Tensor, Tensor]:
         """The losses whose labels are given, or without labels the logits of both heads."""
         self._check_inputs(input_ids, masked_positions, masked_labels)
-        hidden = self.bert(input_ids, token_type_ids, attention_mask)
-        chosen = hidden if masked_positions is None else _picked(hidden, masked_positions)
+        packing = None
+        if self.config.unpad and attention_mask is not None and masked_positions is not None:
+            from fleetx.applications.bert_unpad import pack
+
+            packing = pack(attention_mask, input_ids.device)
+        hidden = self.bert(input_ids, token_type_ids, attention_mask, packing)
+        first = hidden[:, 0] if packing is None else hidden.index_select(0, packing.starts[:-1])
+        chosen = hidden if masked_positions is None else _picked(hidden, masked_positions, input_ids.shape, packing)
         if masked_labels is None and next_sentence_labels is None:
-            return self.cls.predictions(chosen), self._relationship(hidden)
+            return self.cls.predictions(chosen), self._relationship(first)
         losses = {}
         if masked_labels is not None:
             losses["mlm"] = self.cls.predictions(chosen.flatten(0, -2), masked_labels.flatten())
         if next_sentence_labels is not None:
-            losses["nsp"] = mean_cross_entropy(self._relationship(hidden), next_sentence_labels.flatten())
+            losses["nsp"] = mean_cross_entropy(self._relationship(first), next_sentence_labels.flatten())
         return losses
 
     def items(self, batch: Any) -> dict[str, Count]:
@@ -186,8 +198,8 @@ class Bert(Application):
 
         return load_digital_dataset_from_file(*arguments, **options)
 
-    def _relationship(self, hidden: Tensor) -> Tensor:
-        return self.cls.seq_relationship(self.bert.pooler(hidden))
+    def _relationship(self, first: Tensor) -> Tensor:
+        return self.cls.seq_relationship(self.bert.pooler(first))
 
     def _check_inputs(self, input_ids: Tensor, positions: Tensor | None, labels: Tensor | None) -> None:
         if input_ids.dim() != 2 or input_ids.shape[1] > self.config.max_positions:
@@ -206,12 +218,15 @@ class Bert(Application):
             )
 
 
-def _picked(hidden: Tensor, positions: Tensor) -> Tensor:
+def _picked(hidden: Tensor, positions: Tensor, shape: torch.Size, packing: Packing | None) -> Tensor:
     """Hidden states at `positions`. Padding takes the first position, to have fixed shapes and no wait for a count."""
+    n, length = shape
     rows = positions.clamp(min=0)
     if rows.dim() == 2:
-        rows = rows + torch.arange(len(hidden), device=hidden.device)[:, None] * hidden.shape[1]
-    return hidden.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, rows.shape)
+        rows = rows + torch.arange(n, device=hidden.device)[:, None] * length
+    if packing is None:
+        return hidden.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, rows.shape)
+    return hidden.index_select(0, packing.places[rows.flatten()]).unflatten(0, rows.shape)
 
 
 def Bert_base(**overrides: Any) -> Bert:  # noqa: N802, the guide's name

@@ -15,7 +15,9 @@ ARCHITECTURE = "BertForPreTraining"
 class BertConfig:
     """The defaults are BERT-base. `intermediate` is four times the width unless it is given.
 
-    `loss_chunk` is how many masked positions have their logits in memory at the same time.
+    `loss_chunk` is how many masked positions have their logits in memory at the same time. `unpad` computes real tokens
+    only, which saves the share of padding in time and memory; it waits for the device once in a forward, to learn how
+    many there are.
     """
 
     layers: int = 12
@@ -31,6 +33,7 @@ class BertConfig:
     layer_norm_eps: float = 1e-12
     pad_token_id: int = 0
     loss_chunk: int = 1024
+    unpad: bool = False
 
     def __post_init__(self) -> None:
         check_count("intermediate", self.intermediate, at_least=0, usual="0 stands for four times the width")
