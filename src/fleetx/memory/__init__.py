@@ -1,0 +1,6 @@
+"""Where activations live between forward and backward: kept, computed again, or on the host."""
+
+from fleetx.memory.applying import Applied, applied_to, apply, outputs
+from fleetx.memory.states import DEAR_KINDS, Segment
+
+__all__ = ["DEAR_KINDS", "Applied", "Segment", "applied_to", "apply", "outputs"]

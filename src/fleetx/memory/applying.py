@@ -1,0 +1,267 @@
+"""Puts a plan on a model, and takes it off again: by hooks alone, the model itself is not rewritten."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fleetx.memory.compiling import SharedCompilations
+from fleetx.memory.names import find_cuts
+from fleetx.memory.recording import Recorder
+from fleetx.memory.running import Experience, Run, active_run, operation_name
+from fleetx.memory.states import Home, Save, Segment
+
+
+def apply(
+    model: nn.Module,
+    segments: Sequence[str | Segment],
+    *,
+    save: Save = "inputs",
+    home: Home = "device",
+    host_memory: int | None = None,
+    compile: bool = False,
+    **compile_options: Any,
+) -> "Applied":
+    """Cut the model's forward at these outputs, and save of each segment what is asked for.
+
+    A name stands for a `Segment` with the given `save` and `home`. What runs after the last cut stays as it is.
+    `host_memory` limits the bytes on the host; `compile` compiles modules between the cuts, one compilation for all
+    that are alike. `remove()` of what is returned takes everything off again.
+
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+    >>> applied = apply(model, ["1", "3"])
+    >>> model(torch.ones(2, 4)).sum().backward()
+    >>> applied.remove()
+    """
+    if isinstance(segments, str):
+        raise TypeError(
+            f"segments must be a list of names or Segments, got the text {segments!r}: write [{segments!r}]."
+        )
+    wanted = [one if isinstance(one, Segment) else Segment(one, save, home) for one in segments]
+    if not wanted:
+        raise ValueError("recompute needs at least one output where the model is cut, got none: name modules.")
+    _require_unwrapped(model)
+    experience = Experience(find_cuts(model, wanted), host_memory=host_memory)
+    if compile:
+        experience.compilations = SharedCompilations(**compile_options)
+    return Applied(model, experience).install()
+
+
+class Applied:
+    """A plan on a model."""
+
+    def __init__(self, model: nn.Module, experience: Experience) -> None:
+        self.model = model
+        self.experience = experience
+
+    def remove(self) -> None:
+        """Take the plan off the model."""
+        for module in self.model.modules():
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for key in [key for key, hook in hooks.items() if self._is_ours(hook)]:
+                    del hooks[key]
+                    _forget_options(module, key)
+
+    def statistics(self) -> dict[str, Any]:
+        """What offload moved and what it costs; asking waits for the device."""
+        offloader = self.experience.offloader
+        if offloader is None:
+            return {"bytes_to_host": 0, "bytes_to_device": 0, "exposed_ms": 0.0, "host_reserved": 0, "host_peak": 0}
+        return {
+            "bytes_to_host": offloader.traffic.to_host,
+            "bytes_to_device": offloader.traffic.to_device,
+            "exposed_ms": offloader.traffic.exposed_ms(),
+            "host_reserved": offloader.arena.reserved,
+            "host_peak": offloader.arena.most_in_use,
+        }
+
+    def __str__(self) -> str:
+        states = [learned.state for learned in self.experience.segments] or self.experience.cuts.in_order()
+        return "\n".join(f"until {state.until}: saves {state.save} on the {state.home}" for state in states)
+
+    def _is_ours(self, hook: Any) -> bool:
+        return isinstance(hook, _Hook) and hook.experience is self.experience
+
+    def install(self) -> "Applied":
+        """Put the hooks on the model's modules."""
+        cuts = self.experience.cuts
+        for module in unique(cuts.containers.values()):
+            name = next(name for name, other in cuts.containers.items() if other is module)
+            self._hook(module, Entering(self.experience, "container", name), Leaving(self.experience, "container"))
+        for module in unique(cuts.leaves.values()):
+            self._hook(module, Entering(self.experience, "leaf"), Leaving(self.experience, "leaf"))
+        for module in unique(cuts.dear.values()):
+            self._hook(module, Entering(self.experience, "dear"), Leaving(self.experience, "dear"))
+        names = dict(self.model.named_modules(remove_duplicate=False))
+        for module in unique(names[name] for name in cuts.modules):
+            segment = next(segment for name, segment in cuts.modules.items() if names[name] is module)
+            module.register_forward_hook(Cutting(self.experience, segment))
+        self._hook(self.model, Beginning(self.experience), Ending(self.experience))
+        return self
+
+    def _hook(self, module: nn.Module, before: Any, after: Any) -> None:
+        # First before, last after: what others hook to the module happens inside, and again when it is repeated.
+        module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+        module.register_forward_hook(after, with_kwargs=True, always_call=True)
+
+
+class _Hook:
+    """A hook of ours; the compiler must not look into it."""
+
+    _torchdynamo_disable = True
+
+    def __init__(self, experience: Experience, kind: str = "", name: str = "") -> None:
+        self.experience = experience
+        self.kind = kind
+        self.name = name
+
+    def run(self) -> Run | None:
+        """The forward under way, if it is one of this model."""
+        run = active_run()
+        return run if run is not None and run.experience is self.experience else None
+
+
+class Entering(_Hook):
+    """A module begins."""
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """See the class."""
+        if self.kind == "dear":
+            self.experience.inside_dear += 1
+            return
+        run = self.run()
+        if run is None:
+            return
+        if self.kind == "leaf":
+            with run.busy():
+                run.enter_leaf(module, args, kwargs)
+        else:
+            run.containers.append((self.name, {}))
+
+
+class Leaving(_Hook):
+    """A module ends, be it by an error."""
+
+    def __call__(self, module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+        """See the class."""
+        if self.kind == "dear":
+            self.experience.inside_dear -= 1
+            return
+        run = self.run()
+        if run is None:
+            return
+        if self.kind == "leaf":
+            with run.busy():
+                run.leave_leaf(module, output)
+        elif run.containers:
+            run.containers.pop()
+
+
+class Cutting(_Hook):
+    """An output that ends a segment is there."""
+
+    def __init__(self, experience: Experience, segment: Segment) -> None:
+        super().__init__(experience)
+        self.segment = segment
+
+    def __call__(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        """See the class."""
+        run = self.run()
+        if run is not None and run.depth == 0:
+            with run.busy():
+                run.cut(self.segment)
+
+
+class Beginning(_Hook):
+    """The model begins."""
+
+    def __call__(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
+        """See the class."""
+        if torch.is_grad_enabled() and self.run() is None:
+            Run(self.experience, module)
+        elif (run := self.run()) is not None:
+            run.depth += 1  # the model calls itself: as a whole
+
+
+class Ending(_Hook):
+    """The model ends."""
+
+    def __call__(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+        """See the class."""
+        run = self.run()
+        if run is None:
+            return
+        if run.depth > 0 and output is not None:
+            run.depth -= 1
+        else:
+            run.end(failed=output is None)
+
+
+def unique(modules: Any) -> Iterator[nn.Module]:
+    """Each module once."""
+    return iter({id(module): module for module in modules}.values())
+
+
+def applied_to(model: nn.Module) -> Applied | None:
+    """The plan on a model, also on a copy of one that has it."""
+    beginnings = [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, Beginning)]
+    return Applied(model, beginnings[0].experience) if beginnings else None
+
+
+def _forget_options(module: nn.Module, key: int) -> None:
+    """torch keeps what it knows of a hook beside it."""
+    for options in (
+        module._forward_pre_hooks_with_kwargs,
+        module._forward_hooks_with_kwargs,
+        module._forward_hooks_always_called,
+    ):
+        options.pop(key, None)
+
+
+def outputs(model: nn.Module, *args: Any, **kwargs: Any) -> list[str]:
+    """Everything the model can be cut at, in the order of a forward on these inputs: modules and their operations."""
+    found: list[str] = []
+    stack: list[tuple[str, dict[str, int]]] = []
+
+    class Listing:
+        def is_listening(self) -> bool:
+            return bool(stack)
+
+        def begin_call(self, args: Any, kwargs: Any) -> bool:  # noqa: ARG002
+            return True
+
+        def end_call(self, function: Any, args: Any, kwargs: Any, begun: Any, output: Any) -> None:  # noqa: ARG002
+            if any(isinstance(value, Tensor) for value in torch.utils._pytree.tree_leaves(output)):
+                found.append(operation_name(stack[-1][0], function, stack[-1][1]))
+
+    handles = []
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(lambda *_, name=name: stack.append((name, {})), prepend=True))
+
+        def leave(*_: Any, name: str = name) -> None:
+            stack.pop()
+            if name:
+                found.append(name)
+
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        with Recorder(Listing()), torch.no_grad():
+            model(*args, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _require_unwrapped(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"fleetx.memory.apply takes an nn.Module, not a {type(model).__name__}.")
+    if applied_to(model) is not None:
+        raise ValueError("this model has a plan already: call remove() of the first one before.")
+    for name, module in model.named_modules():
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise ValueError(
+                f"the model checkpoints itself ({name or 'the model'}.gradient_checkpointing is True), and everything "
+                "would be computed a third time. Call model.gradient_checkpointing_disable() first."
+            )

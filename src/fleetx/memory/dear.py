@@ -1,0 +1,93 @@
+"""Outputs that are saved because they take long to compute again: noted below autograd, given back when asked again."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fleetx.memory import randomness
+from fleetx.memory.offload import View, is_worth_moving
+
+aten = torch.ops.aten
+KINDS: dict[str, tuple[Any, ...]] = {
+    "matmul": (aten.mm, aten.addmm, aten.bmm, aten.baddbmm),
+    "convolution": (aten.convolution,),
+    "attention": (
+        aten._scaled_dot_product_flash_attention,
+        aten._scaled_dot_product_flash_attention_for_cpu,
+        aten._scaled_dot_product_efficient_attention,
+        aten._scaled_dot_product_cudnn_attention,
+        aten._flash_attention_forward,
+        aten._efficient_attention_forward,
+    ),
+}
+
+
+class Saving(TorchDispatchMode):
+    """Notes the outputs of chosen operations, as long as it `is_on`."""
+
+    def __init__(self, kinds: tuple[str, ...], device: torch.device, is_on: Callable[[], bool]) -> None:
+        super().__init__()
+        self.packets = frozenset(packet for kind in kinds for packet in KINDS[kind])
+        self.device = device
+        self.is_on = is_on
+        self.saved: list[Saved | None] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func.overloadpacket in self.packets and self.is_on():
+            self.saved.append(Saved(output, func, self.device))
+        return output
+
+
+class Saved:
+    """The outputs of one operation, and where the random generators were after it."""
+
+    def __init__(self, output: Any, function: Any, device: torch.device) -> None:
+        flat, self.structure = pytree.tree_flatten(output)
+        # Detached: the tensors themselves will know the graph, which would then know itself.
+        self.flat = [value.detach() if isinstance(value, Tensor) else value for value in flat]
+        self.versions = [value._version if isinstance(value, Tensor) else 0 for value in self.flat]
+        self.device = device
+        is_random = torch.Tag.nondeterministic_seeded in function.tags
+        self.after = randomness.state(device) if is_random else None
+
+    def written_to(self) -> bool:
+        """Whether somebody wrote to an output in place, so that it is not what the operation gave."""
+        return any(isinstance(v, Tensor) and v._version != n for v, n in zip(self.flat, self.versions, strict=True))
+
+    def park(self, park: Callable[[Tensor], View]) -> None:
+        """Send the outputs that are worth it to the host."""
+        self.flat = [park(v) if isinstance(v, Tensor) and is_worth_moving(v) else v for v in self.flat]
+
+    def give(self) -> Any:
+        """The outputs, as if they had been computed again."""
+        if self.after is not None:
+            randomness.restore(self.after, self.device)
+        return pytree.tree_unflatten([_present(value) for value in self.flat], self.structure)
+
+
+class Giving(TorchDispatchMode):
+    """Gives noted outputs in place of computing them, in the order in which they were noted."""
+
+    def __init__(self, mode: Saving) -> None:
+        super().__init__()
+        self.packets = mode.packets
+        self.is_on = mode.is_on
+        self.saved = iter(list(mode.saved))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in self.packets and self.is_on():
+            saved = next(self.saved, None)
+            if saved is not None:
+                return saved.give()
+        return func(*args, **(kwargs or {}))
+
+
+def _present(value: Any) -> Any:
+    if isinstance(value, View):
+        return value.fetch()
+    return value.detach() if isinstance(value, Tensor) else value

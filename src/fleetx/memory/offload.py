@@ -1,0 +1,215 @@
+"""Moves tensors to the host and back beside the computation.
+
+To the host as soon as they are made, on a stream of its own; back on another one, a segment ahead of its use. Whatever
+order the backward takes, each tensor is found by its own handle. On a machine without a GPU the same code copies at
+once, so that tests see its logic.
+"""
+
+import itertools
+import weakref
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fleetx.memory.arena import Block, HostArena
+
+SMALLEST = 2**20
+"""Smaller tensors stay: their copies would cost more than the memory they free."""
+
+
+class View(NamedTuple):
+    """A tensor whose memory is parked: what it looked like."""
+
+    parked: "Parked"
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def fetch(self) -> Tensor:
+        """The tensor, on its device again."""
+        storage = self.parked.owner.fetch(self.parked)
+        empty = torch.empty(0, dtype=self.dtype, device=self.parked.device)
+        return empty.set_(storage, self.offset, self.size, self.stride)
+
+
+@dataclass(eq=False)
+class Parked:
+    """One storage on the host: all tensors that share it share its copy."""
+
+    owner: "Offloader"
+    group: int
+    block: Block
+    device: torch.device
+    nbytes: int
+    source: Tensor | None  # until the copy has been made
+    version: int
+    copied: Any = None  # event
+    back: Tensor | None = None  # the memory on the device again
+    arrived: Any = None  # event
+    views: int = 0
+    fetched: int = 0
+
+    def __del__(self) -> None:
+        self.owner.forget(self)
+
+
+@dataclass
+class Traffic:
+    """What offload did so far."""
+
+    to_host: int = 0
+    to_device: int = 0
+    tensors: int = 0
+    waits: list[tuple[Any, Any]] = field(default_factory=list)
+
+    def exposed_ms(self) -> float:
+        """How long the computation waited for copies; waits for the device."""
+        done = [(begin, end) for begin, end in self.waits if begin is not None]
+        if done:
+            done[-1][1].synchronize()
+        return sum(begin.elapsed_time(end) for begin, end in done)
+
+
+class Offloader:
+    """The copies of one model's activations."""
+
+    def __init__(self, device: torch.device, *, limit: int | None = None) -> None:
+        self.device = device
+        self.on_gpu = device.type == "cuda"
+        self.arena = HostArena(pin=self.on_gpu, limit=limit)
+        self.traffic = Traffic()
+        self.out_stream = torch.cuda.Stream(device) if self.on_gpu else None
+        self.in_stream = torch.cuda.Stream(device) if self.on_gpu else None
+        self._leaving: list[Parked] = []
+        self._by_storage: dict[int, weakref.ref[Parked]] = {}
+        self._groups: dict[int, list[weakref.ref[Parked]]] = {}
+        self._numbers = itertools.count()
+
+    def new_group(self) -> int:
+        """A number for tensors that leave and return together; groups return in reverse order."""
+        return next(self._numbers)
+
+    def park(self, tensor: Tensor, group: int, *, at_once: bool = False) -> View:
+        """Send the tensor's memory to the host. `at_once` holds the computation until it has left."""
+        storage = tensor.untyped_storage()
+        parked = self._known(storage.data_ptr(), tensor._version)
+        if parked is None:
+            parked = self._send(tensor, storage, group)
+        parked.views += 1
+        if at_once:
+            self._let_go(parked)
+        return View(parked, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def release_leaving(self, before: int) -> None:
+        """Free the device memory of groups below `before`; the computation waits if a copy is late."""
+        for parked in [parked for parked in self._leaving if parked.group < before]:
+            self._let_go(parked)
+
+    def fetch(self, parked: Parked) -> torch.UntypedStorage:
+        """The memory on the device again; asks for the group that will be needed next too."""
+        self._let_go(parked)
+        if parked.back is None:
+            self._bring(parked)
+        assert parked.back is not None
+        if parked.arrived is not None:
+            self._wait(parked.arrived)
+            parked.arrived = None
+        self.prefetch_below(parked.group)
+        storage = parked.back.untyped_storage()
+        parked.fetched += 1
+        if parked.fetched >= parked.views:  # whoever asked has it now
+            parked.back, parked.fetched = None, 0
+        return storage
+
+    def prefetch_below(self, group: int) -> None:
+        """Ask for the nearest earlier group that is on the host."""
+        lower = [number for number in self._groups if number < group]
+        if lower:
+            for reference in self._groups[max(lower)]:
+                parked = reference()
+                if parked is not None and parked.back is None and parked.source is None:
+                    self._bring(parked)
+
+    def forget(self, parked: Parked) -> None:
+        """A tensor that nobody can ask for any more."""
+        if parked.copied is not None and self.on_gpu and parked.source is not None:
+            parked.copied.synchronize()  # the block must not be given to another while it is being written
+        self.arena.give_back(parked.block)
+        group = self._groups.get(parked.group, [])
+        group[:] = [reference for reference in group if reference() is not None and reference() is not parked]
+        if not group:
+            self._groups.pop(parked.group, None)
+
+    def _known(self, pointer: int, version: int) -> Parked | None:
+        reference = self._by_storage.get(pointer)
+        parked = None if reference is None else reference()
+        if parked is None or parked.source is None or parked.version != version:
+            return None
+        return parked
+
+    def _send(self, tensor: Tensor, storage: torch.UntypedStorage, group: int) -> Parked:
+        source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        block = self.arena.take(storage.nbytes())
+        parked = Parked(self, group, block, tensor.device, storage.nbytes(), tensor.detach(), tensor._version)
+        target = block.memory[: storage.nbytes()]
+        if self.on_gpu:
+            self.out_stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self.out_stream):
+                target.copy_(source, non_blocking=True)
+                parked.copied = self.out_stream.record_event()
+        else:
+            target.copy_(source)
+        self.traffic.to_host += parked.nbytes
+        self.traffic.tensors += 1
+        self._leaving.append(parked)
+        self._by_storage[storage.data_ptr()] = weakref.ref(parked)
+        self._groups.setdefault(group, []).append(weakref.ref(parked))
+        return parked
+
+    def _let_go(self, parked: Parked) -> None:
+        """Drop the device memory, once the copy has been made as far as the computation is concerned."""
+        if parked.source is None:
+            return
+        if parked.copied is not None:
+            self._wait(parked.copied)
+        if parked.source._version != parked.version:
+            raise RuntimeError(
+                "a tensor was written in place while its copy was on the way to the host, so the copy may be wrong. "
+                "Such writes are found in the first forward; this one came later. Leave this segment on the device."
+            )
+        self._by_storage.pop(parked.source.untyped_storage().data_ptr(), None)
+        parked.source = None
+        parked.copied = None
+        self._leaving.remove(parked)
+
+    def _bring(self, parked: Parked) -> None:
+        back = torch.empty(parked.nbytes, dtype=torch.uint8, device=parked.device)
+        source = parked.block.memory[: parked.nbytes]
+        if self.on_gpu:
+            # The memory may have been another tensor's, which the computation still uses.
+            self.in_stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self.in_stream):
+                back.copy_(source, non_blocking=True)
+                parked.arrived = self.in_stream.record_event()
+        else:
+            back.copy_(source)
+        parked.back = back
+        self.traffic.to_device += parked.nbytes
+
+    def _wait(self, event: Any) -> None:
+        stream = torch.cuda.current_stream(self.device)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record(stream)
+        stream.wait_event(event)
+        end.record(stream)
+        del self.traffic.waits[:-4096]
+        self.traffic.waits.append((begin, end))
+
+
+def is_worth_moving(tensor: Tensor) -> bool:
+    """Whether parking frees memory worth the trouble; a view of something far larger would take all of it along."""
+    size = tensor.numel() * tensor.element_size()
+    return size >= SMALLEST and tensor.untyped_storage().nbytes() <= 4 * size

@@ -1,0 +1,33 @@
+"""The state of torch's random generators: noted before a segment, put back while it is repeated."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+State = tuple[Tensor, Tensor | None]
+
+
+def state(device: torch.device) -> State:
+    """The generators that a segment on this device may use: the host's and the device's. Nobody waits."""
+    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.get_rng_state(), on_device
+
+
+def restore(states: State, device: torch.device) -> None:
+    """Put the generators back."""
+    torch.set_rng_state(states[0])
+    if states[1] is not None:
+        torch.cuda.set_rng_state(states[1], device)
+
+
+@contextmanager
+def replaying(states: State, device: torch.device) -> Iterator[None]:
+    """Inside, the same random numbers are drawn again; afterwards the generators go on as if nothing had been drawn."""
+    present = state(device)
+    restore(states, device)
+    try:
+        yield
+    finally:
+        restore(present, device)

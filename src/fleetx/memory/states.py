@@ -1,0 +1,45 @@
+"""What may happen to the activations of a segment: how much is saved, and where it waits for the backward."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Save = Literal["everything", "dear", "inputs"]
+Home = Literal["device", "host"]
+
+DEAR_KINDS = ("matmul", "convolution", "attention")
+"""Operations whose outputs take long to compute again for the memory they fill."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The part of a forward that ends with the output `until`, and what is saved of it.
+
+    `until` names a module (a glob names several), or an operation in a module's own forward, such as
+    `"encoder.block.0:add"`; `fleetx.memory.outputs(model, ...)` lists both. A segment is everything that ran since the
+    previous one ended.
+
+    - `save="inputs"`: only what the segment reads from outside; the rest is computed again in the backward.
+    - `save="dear"`: also the outputs of `dear` operations: kinds of them (matmul, convolution, attention), or the
+      names of submodules, whose matmuls, convolutions and attentions are meant.
+    - `save="everything"`: as if there were no segment.
+    - `home="host"`: what is saved waits in host memory and is fetched ahead of its use.
+    """
+
+    until: str
+    save: Save = "inputs"
+    home: Home = "device"
+    dear: tuple[str, ...] = DEAR_KINDS
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.until, str) or not self.until:
+            raise TypeError(f"Segment.until must be the name of a module or operation, got {self.until!r}.")
+        _require_choice("save", self.save, get_args(Save))
+        _require_choice("home", self.home, get_args(Home))
+        if isinstance(self.dear, str) or not all(isinstance(name, str) for name in self.dear):
+            raise TypeError(f"Segment.dear must be a tuple of names, got {self.dear!r}: write ('matmul',).")
+        object.__setattr__(self, "dear", tuple(self.dear))
+
+
+def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"Segment.{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
