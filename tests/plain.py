@@ -28,17 +28,21 @@ class Case:
     ragged: bool = False
     avg: bool = True
     clip_norm: float | None = None
+    recompute: str | None = None  # where checkpoints live; changes nothing
 
     @property
     def name(self):
         parts = [self.optimizer, "ragged" if self.ragged else "equal", "avg" if self.avg else "sum"]
-        return "-".join([*parts, *(["clip"] if self.clip_norm else [])])
+        recompute = [f"recompute_{self.recompute}"] if self.recompute else []
+        return "-".join([*parts, *(["clip"] if self.clip_norm else []), *recompute])
 
 
 CASES = [
     *(Case(optimizer, ragged) for optimizer in ("sgd", "adam", "lars", "lamb") for ragged in (False, True)),
     *(Case(optimizer, ragged, avg=False) for optimizer in ("sgd", "adam", "lars", "lamb") for ragged in (False, True)),
     Case("adam", ragged=True, clip_norm=0.05),
+    Case("lars", ragged=True, recompute="device"),
+    Case("lamb", ragged=True, recompute="host"),
 ]
 
 

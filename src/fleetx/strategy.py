@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from fleetx import boxes
+from fleetx.layerwise_configs import LambConfigs, LarsConfigs
 from fleetx.notices import Problems, tell_once
 from fleetx.settings import (
     Bool,
@@ -24,8 +25,6 @@ from fleetx.settings import (
 
 # Accepted, saved and printed, but not yet carried out. Whoever builds a feature deletes its row.
 UNBUILT = {
-    "recompute": "recomputing activations",
-    "compile": "compiling segments and the update",
     "localsgd": "local SGD",
     "dgc": "deep gradient compression",
     "sharding": "sharding of optimizer states",
@@ -108,22 +107,6 @@ class GradientMergeConfigs(Configs):
 
     k_steps = Int(1, at_least=1)
     avg = Bool(True)
-
-
-class LarsConfigs(Configs):
-    """LARS: layer-wise learning rates around momentum SGD."""
-
-    lars_coeff = Float(0.001, above=0)
-    lars_weight_decay = Float(0.0005, at_least=0)
-    epsilon = Float(0.0, at_least=0)
-    exclude_from_weight_decay = ListOf(Text("bias"))
-
-
-class LambConfigs(Configs):
-    """LAMB: layer-wise learning rates around Adam."""
-
-    lamb_weight_decay = Float(0.01, at_least=0)
-    exclude_from_weight_decay = ListOf(Text("bias"))
 
 
 class LocalSGDConfigs(Configs):

@@ -63,7 +63,8 @@ def test_the_overview_counts_what_was_excluded():
     optimizer = fleet.distributed_optimizer(sgd(prepared(strategy)), strategy)
     text = optimizer.overview()
     assert "lars=True <-> lars_configs" in text
-    assert "layer_norm: 2 parameters, .b_0: 4 parameters, batch_norm: 0 parameters" in text
+    taken = [line.split()[:2] for line in text.splitlines() if line.startswith("  ")]
+    assert taken == [["pattern", "parameters"], ["layer_norm", "2"], [".b_0", "4"], ["batch_norm", "0"]]
 
 
 @pytest.mark.parametrize(

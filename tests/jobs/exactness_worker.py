@@ -23,6 +23,9 @@ def strategy_for(case):
     if case.optimizer == "lamb":
         strategy.lamb = True
         strategy.lamb_configs = {"exclude_from_weight_decay": ["bias"]}
+    if case.recompute:
+        strategy.recompute = True
+        strategy.recompute_configs = {"checkpoints": ["first", "norm"], "enable_offload": case.recompute == "host"}
     return strategy
 
 

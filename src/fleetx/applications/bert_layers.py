@@ -4,6 +4,7 @@ Under autocast the residual stream stays in the low precision, so that what is k
 half as large as with torch's own autocast, whose LayerNorm gives fp32.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -200,5 +201,6 @@ class BertBody(nn.Module):
         hidden = self.embeddings(input_ids, token_type_ids, packing)
         if packing is not None or attention_mask is None:  # without padding no mask at all is the fastest
             return self.encoder(hidden, packing)
-        # One row per sample, seen by all its heads and positions.
-        return self.encoder(hidden, attention_mask[:, None, None, :].bool())
+        # One row per sample, seen by all its heads and positions; to be added to scores, as all layers would make it.
+        hidden_from = torch.zeros_like(attention_mask, dtype=hidden.dtype).masked_fill_(attention_mask == 0, -math.inf)
+        return self.encoder(hidden, hidden_from[:, None, None, :])

@@ -17,6 +17,8 @@ from fleetx.optim.checks import check_count, check_number
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
+# torch leaves labels of -100 out of the mean, but `items` counts them: here such a label is out of range, as any other.
+NOTHING_IGNORED = -(2**31)
 EXPANSION = 4
 """How much wider a block's output is than its 3×3 convolution."""
 
@@ -100,11 +102,17 @@ class Resnet50(Application):
             return logits
         # In fp32 also under autocast, whose list of fp32 operators differs between devices.
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return {"loss": functional.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)}
+        loss = functional.cross_entropy(
+            logits, labels, ignore_index=NOTHING_IGNORED, label_smoothing=self.label_smoothing
+        )
+        return {"loss": loss}
 
     def items(self, batch: Any) -> dict[str, Count]:
         """The loss averages over the images."""
-        return {"loss": len(self.named_inputs(batch)["images"])}
+        named = self.named_inputs(batch)
+        if "images" not in named:
+            raise ValueError(f"a batch of Resnet50 needs images, this one has {', '.join(named) or 'nothing'}.")
+        return {"loss": len(named["images"])}
 
     def flops_per_sample(self) -> int:
         """Forward and backward for one image: 3 · Σ 2 · k² · channels in · channels out · height · width."""

@@ -22,12 +22,25 @@ def save_result(name: str, figures: dict[str, Any], folder: Path) -> Path:
         "taken": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": " ".join([Path(sys.argv[0]).name, *map(shlex.quote, sys.argv[1:])]),
         "machine": describe_machine(),
-        "versions": {"fleetx": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": _versions(),
         **figures,
     }
     path = folder / f"{name}.json"
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return path
+
+
+def cases_so_far(path: Path) -> dict[str, Any]:
+    """Cases that were measured before on the same machine with the same versions: one case may be measured anew."""
+    if not path.exists():
+        return {}
+    before = json.loads(path.read_text(encoding="utf-8"))
+    same = before["machine"] == describe_machine() and before["versions"] == _versions()
+    return before["cases"] if same else {}
+
+
+def _versions() -> dict[str, str]:
+    return {"fleetx": __version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def describe_machine() -> dict[str, Any]:

@@ -11,6 +11,7 @@ from fleetx import names
 from fleetx.amp import apply_precision, low_dtype
 from fleetx.comm import world
 from fleetx.comm.broadcast import broadcast_module
+from fleetx.fleet.activations import prepare_activations
 from fleetx.notices import tell_once
 from fleetx.strategy import LOSS_SCALE, DistributedStrategy
 
@@ -19,7 +20,9 @@ _strategies: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def distributed_model(model: nn.Module, strategy: DistributedStrategy | None = None) -> nn.Module:
-    """Give all workers the same weights, remember parameter names, and switch on low precision if asked.
+    """Give all workers the same weights, remember parameter names, and switch on what is asked for.
+
+    Low precision, recompute, offload and compiled segments are put on the model by hooks.
 
     Returns the same module: its state dict, its names and its forward stay as they were.
     """
@@ -41,6 +44,8 @@ def distributed_model(model: nn.Module, strategy: DistributedStrategy | None = N
     if strategy.amp:
         _hint_at_bfloat16(model, strategy)
         apply_precision(model, strategy.amp_configs)
+    # Last, so that what is repeated in the backward includes all that is done to a module.
+    prepare_activations(model, strategy)
     _explain_communication(strategy)
     strategy.freeze("fleet.distributed_model")
     _prepared.add(model)

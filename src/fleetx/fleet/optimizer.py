@@ -17,7 +17,7 @@ from fleetx.fleet.model import require_joined, runnable
 from fleetx.nonfinite import NonFiniteWatch
 from fleetx.notices import tell_once
 from fleetx.numbers import LOW_PRECISION, Number
-from fleetx.optim import Lamb, Lars
+from fleetx.optim import Lamb, Lars, Muon, TrustRatios
 from fleetx.outcome import Outcome
 from fleetx.step import TrainingStep
 from fleetx.strategy import DistributedStrategy
@@ -186,14 +186,13 @@ class DistributedOptimizer(Optimizer):
 
     def overview(self) -> str:
         """The strategy as used, and what each exclusion pattern took."""
-        rows = self.inner.exclusion_rows() if isinstance(self.inner, Lars | Lamb) else []
-        taken = [f"{pattern}: {count} parameters" for pattern, count, _ in rows]
-        return "\n".join(
-            [
-                str(self.strategy),
-                *([f"excluded from decay and adaptation: {', '.join(taken)}"] if taken else []),
-            ]
-        )
+        tables = [self.inner.exclusion_table()] if isinstance(self.inner, Lars | Lamb | Muon) else []
+        return "\n".join([str(self.strategy), *tables])
+
+    @property
+    def trust_ratios(self) -> TrustRatios | None:
+        """The trust ratios of LARS or LAMB handed out last, every ``trust_ratios_every`` windows; else None."""
+        return self.inner.trust_ratios if isinstance(self.inner, Lars | Lamb) else None
 
     # Saving ----------------------------------------------------------------------------------------------
 
@@ -300,11 +299,14 @@ def _mention_open_window(reference: "weakref.ref[DistributedOptimizer]") -> None
 
 def _replacement(optimizer: Optimizer, strategy: DistributedStrategy) -> Optimizer:
     """LARS or LAMB in the place of the wrapped optimizer, on its own groups."""
-    if strategy.lars:
-        return Lars.replacing(optimizer, **strategy.lars_configs)
-    if strategy.lamb:
-        return Lamb.replacing(optimizer, **strategy.lamb_configs)
-    return optimizer
+    if not (strategy.lars or strategy.lamb):
+        return optimizer
+    replacing, configs = (
+        (Lars.replacing, strategy.lars_configs) if strategy.lars else (Lamb.replacing, strategy.lamb_configs)
+    )
+    replacement = replacing(optimizer, **configs.settings())
+    replacement.observe_trust_ratios(configs.trust_ratios_every)
+    return replacement
 
 
 def _reducer_settings(strategy: DistributedStrategy) -> ReducerSettings:

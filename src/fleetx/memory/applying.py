@@ -1,12 +1,18 @@
 """Puts a plan on a model, and takes it off again: by hooks alone, the model itself is not rewritten."""
 
+import sys
+import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from fleetx.memory import randomness
+from fleetx.memory.buffers import Watch
 from fleetx.memory.compiling import SharedCompilations
+from fleetx.memory.dear import KINDS
 from fleetx.memory.names import find_cuts
 from fleetx.memory.recording import Recorder
 from fleetx.memory.running import Experience, Run, active_run, operation_name
@@ -44,6 +50,11 @@ def apply(
     _require_unwrapped(model)
     experience = Experience(find_cuts(model, wanted), host_memory=host_memory)
     if compile:
+        if experience.cuts.dear:
+            raise ValueError(
+                f"compiled segments know dear operations by kind only ({', '.join(KINDS)}), not by modules, got "
+                f"{', '.join(experience.cuts.dear)}. Name kinds, or leave out compile."
+            )
         experience.compilations = SharedCompilations(**compile_options)
     return Applied(model, experience).install()
 
@@ -62,6 +73,10 @@ class Applied:
                 for key in [key for key, hook in hooks.items() if self._is_ours(hook)]:
                     del hooks[key]
                     _forget_options(module, key)
+
+    def cut_modules(self) -> list[str]:
+        """The names of the modules whose outputs end segments."""
+        return list(self.experience.cuts.modules)
 
     def statistics(self) -> dict[str, Any]:
         """What offload moved and what it costs; asking waits for the device."""
@@ -93,10 +108,8 @@ class Applied:
             self._hook(module, Entering(self.experience, "leaf"), Leaving(self.experience, "leaf"))
         for module in unique(cuts.dear.values()):
             self._hook(module, Entering(self.experience, "dear"), Leaving(self.experience, "dear"))
-        names = dict(self.model.named_modules(remove_duplicate=False))
-        for module in unique(names[name] for name in cuts.modules):
-            segment = next(segment for name, segment in cuts.modules.items() if names[name] is module)
-            module.register_forward_hook(Cutting(self.experience, segment))
+        for name, segment in cuts.modules.items():
+            self.model.get_submodule(name).register_forward_hook(Cutting(self.experience, segment))
         self._hook(self.model, Beginning(self.experience), Ending(self.experience))
         return self
 
@@ -153,7 +166,7 @@ class Leaving(_Hook):
             return
         if self.kind == "leaf":
             with run.busy():
-                run.leave_leaf(module, output)
+                run.leave_leaf(output)
         elif run.containers:
             run.containers.pop()
 
@@ -178,10 +191,16 @@ class Beginning(_Hook):
 
     def __call__(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
         """See the class."""
-        if torch.is_grad_enabled() and self.run() is None:
+        run = self.run()
+        if run is not None and _is_under_way(module):
+            run.nested += 1  # the model calls itself
+            return
+        if run is not None:
+            run.end(failed=True)  # interrupted from the keyboard: nobody told us of its end
+        if torch.is_grad_enabled():
+            for one in self.experience.cuts.watched():
+                _put_in_order(one)
             Run(self.experience, module)
-        elif (run := self.run()) is not None:
-            run.depth += 1  # the model calls itself: as a whole
 
 
 class Ending(_Hook):
@@ -192,10 +211,37 @@ class Ending(_Hook):
         run = self.run()
         if run is None:
             return
-        if run.depth > 0 and output is not None:
-            run.depth -= 1
-        else:
-            run.end(failed=output is None)
+        if run.nested:
+            run.nested -= 1
+            return
+        failed = output is None and sys.exc_info()[0] is not None
+        run.end(failed=failed)
+        missing = [] if failed else self.experience.missing()
+        if missing:
+            warnings.warn(
+                f"the forward did not come to {', '.join(missing)}, so it was not cut there, and more is kept than was "
+                "asked for. fleetx.memory.outputs(model, batch) lists what a forward comes to.",
+                stacklevel=2,
+            )
+
+
+def _is_under_way(module: nn.Module) -> bool:
+    """Whether the module was called further up, not only just now."""
+    frame, calls = sys._getframe(), 0
+    while frame is not None:
+        calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return calls > 1
+
+
+def _put_in_order(module: nn.Module) -> None:
+    """Others may have hooked the module since: what they do must come after our beginning and before our end."""
+    for hooks, last in ((module._forward_pre_hooks, False), (module._forward_hooks, True)):
+        ours = [key for key, hook in hooks.items() if isinstance(hook, _Hook)]
+        keys = list(hooks)
+        if ours != (keys[len(keys) - len(ours) :] if last else keys[: len(ours)]):
+            for key in ours if last else reversed(ours):
+                hooks.move_to_end(key, last=last)
 
 
 def unique(modules: Any) -> Iterator[nn.Module]:
@@ -220,7 +266,10 @@ def _forget_options(module: nn.Module, key: int) -> None:
 
 
 def outputs(model: nn.Module, *args: Any, **kwargs: Any) -> list[str]:
-    """Everything the model can be cut at, in the order of a forward on these inputs: modules and their operations."""
+    """Everything the model can be cut at, in the order of a forward on these inputs: modules and their operations.
+
+    The forward leaves no trace in the model's buffers, nor in the random generators.
+    """
     found: list[str] = []
     stack: list[tuple[str, dict[str, int]]] = []
 
@@ -228,12 +277,11 @@ def outputs(model: nn.Module, *args: Any, **kwargs: Any) -> list[str]:
         def is_listening(self) -> bool:
             return bool(stack)
 
-        def begin_call(self, args: Any, kwargs: Any) -> bool:  # noqa: ARG002
-            return True
+        def calling(self, *_: Any) -> AbstractContextManager[None]:
+            return nullcontext()
 
-        def end_call(self, function: Any, args: Any, kwargs: Any, begun: Any, output: Any) -> None:  # noqa: ARG002
-            if any(isinstance(value, Tensor) for value in torch.utils._pytree.tree_leaves(output)):
-                found.append(operation_name(stack[-1][0], function, stack[-1][1]))
+        def called(self, function: Any, *_: Any) -> None:
+            found.append(operation_name(stack[-1][0], function, stack[-1][1]))
 
     handles = []
     for name, module in model.named_modules():
@@ -245,9 +293,11 @@ def outputs(model: nn.Module, *args: Any, **kwargs: Any) -> list[str]:
                 found.append(name)
 
         handles.append(module.register_forward_hook(leave, always_call=True))
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
     try:
-        with Recorder(Listing()), torch.no_grad():
-            model(*args, **kwargs)
+        with Watch().before(model).restored(), randomness.replaying(randomness.state(device), device):
+            with Recorder(Listing()), torch.no_grad():
+                model(*args, **kwargs)
     finally:
         for handle in handles:
             handle.remove()

@@ -4,6 +4,11 @@ torch's own pinned allocator rounds sizes up to powers of two, and pinning takes
 slabs are made to measure, registered once, and handed out in blocks.
 """
 
+import mmap
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,8 +40,8 @@ class Slab:
     """One piece of host memory."""
 
     memory: Tensor
-    is_pinned: bool
     free: list[tuple[int, int]] = field(default_factory=list)  # (start, size), sorted, never adjacent
+    unpin: Callable[[], None] | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -73,8 +78,17 @@ class HostArena:
         self.pin = pin
         self.limit = limit
         self.slabs: list[Slab] = []
-        self.in_use = 0
         self.most_in_use = 0
+        self._in_use = 0
+        self._returned: deque[Block] = deque()
+        self._lock = threading.Lock()
+
+    @property
+    def in_use(self) -> int:
+        """Bytes of the blocks that are out."""
+        with self._lock:
+            self._take_back()
+            return self._in_use
 
     @property
     def reserved(self) -> int:
@@ -84,40 +98,51 @@ class HostArena:
     def take(self, size: int) -> Block:
         """A block of `size` bytes."""
         size = -(-size // ALIGNMENT) * ALIGNMENT
-        # The tightest slab first, so that large places stay for large tensors.
-        for slab in sorted(self.slabs, key=lambda slab: slab.memory.numel()):
-            block = slab.take(size)
-            if block is not None:
-                break
-        else:
-            block = self._grow(size).take(size)
-            assert block is not None
-        self.in_use += size
-        self.most_in_use = max(self.most_in_use, self.in_use)
+        with self._lock:
+            self._take_back()
+            # The tightest slab first, so that large places stay for large tensors.
+            for slab in sorted(self.slabs, key=lambda slab: slab.memory.numel()):
+                block = slab.take(size)
+                if block is not None:
+                    break
+            else:
+                block = self._grow(size).take(size)
+                assert block is not None
+            self._in_use += size
+            self.most_in_use = max(self.most_in_use, self._in_use)
         return block
 
     def give_back(self, block: Block) -> None:
         """Take a block back; the memory stays pinned for the next step."""
-        self.in_use -= block.size
-        block.slab.give_back(block)
+        # Later: a tensor may be forgotten at any moment, in the middle of `take` and in any thread.
+        self._returned.append(block)
+
+    def _take_back(self) -> None:
+        while self._returned:
+            block = self._returned.popleft()
+            self._in_use -= block.size
+            block.slab.give_back(block)
 
     def release(self) -> None:
         """Give all memory back to the system; blocks in use keep theirs alive."""
         for slab in self.slabs:
-            self._unpin(slab)
+            _unpin(slab)
         self.slabs = []
 
     def _grow(self, size: int) -> Slab:
         # Tensors of another size came: what the old ones left behind would only add up.
         for slab in [slab for slab in self.slabs if slab.is_idle]:
-            self._unpin(slab)
+            _unpin(slab)
             self.slabs.remove(slab)
         amount = max(size, SMALL_SLAB) if size < SMALL_SLAB // 4 else size
+        if self.limit is not None and self.reserved + amount > self.limit:
+            amount = size
         self._require_room(amount)
-        memory = torch.empty(amount, dtype=torch.uint8)
+        slab = Slab(_pages(amount), [(0, amount)])
         if self.pin:
-            _register(memory)
-        slab = Slab(memory, self.pin, [(0, amount)])
+            _register(slab.memory)
+            # Also when nobody releases the arena: memory that is given back registered can never be registered again.
+            slab.unpin = weakref.finalize(slab, _unregister, slab.memory.data_ptr())
         self.slabs.append(slab)
         return slab
 
@@ -135,20 +160,30 @@ class HostArena:
                 "Offload fewer segments, or lower the batch size."
             )
 
-    def _unpin(self, slab: Slab) -> None:
-        if slab.is_pinned:
-            torch.cuda.synchronize()  # a copy may still be under way
-            torch.cuda.cudart().cudaHostUnregister(slab.memory.data_ptr())
-            slab.is_pinned = False
+
+def _pages(amount: int) -> Tensor:
+    """Memory on pages of its own: CUDA registers pages, and refuses one that another slab has a part of."""
+    return torch.frombuffer(mmap.mmap(-1, amount), dtype=torch.uint8)
 
 
 def _register(memory: Tensor) -> None:
     failure = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(failure) != 0:
+        torch.cuda.cudart().cudaGetLastError()  # else the next kernel would be blamed
         raise MemoryError(
             f"the system would not pin {format_bytes(memory.numel())} of host memory (CUDA error {int(failure)}): "
             "lower host_memory, or raise the limit on locked memory (ulimit -l)."
         )
+
+
+def _unpin(slab: Slab) -> None:
+    if slab.unpin is not None:
+        slab.unpin()
+
+
+def _unregister(pointer: int) -> None:
+    torch.cuda.synchronize()  # a copy may still be under way
+    torch.cuda.cudart().cudaHostUnregister(pointer)
 
 
 def _available() -> int | None:

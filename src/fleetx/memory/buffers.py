@@ -1,16 +1,23 @@
-"""Buffers that a segment changes, such as running statistics: kept as they were, for when the segment is repeated.
+"""What modules hold beside their inputs: kept as it was before a forward, for when that is repeated.
 
-While it is repeated the modules see copies of the old values, so that the real ones are written once. Which buffers a
-module changes is learned from its first forward, by value: batch norms write theirs behind autograd's back.
+While a module is repeated it sees copies of the buffers as they were, so that the real ones are written once; numbers
+and texts among its attributes are as they were too, and afterwards everything is as it was left. What a module changes
+is learned from its first forward, buffers by value: batch norms write theirs behind autograd's back.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+
+from fleetx.memory import randomness
+from fleetx.memory.tape import Drawn, pointer_of, version_of
+
+_VALUES = (bool, int, float, complex, str, type(None), torch.Generator)
 
 
 class Slot(NamedTuple):
@@ -25,78 +32,129 @@ class Slot(NamedTuple):
         return self.owner._buffers[self.name]
 
 
-class Snapshot(NamedTuple):
-    """Values from before a module ran, and what was there afterwards but was thought never to change."""
+class Attribute(NamedTuple):
+    """A number, text or generator that a module keeps."""
 
-    before: list[tuple[Slot, Tensor]]
-    untouched: list[tuple[Slot, Tensor, int]]
+    owner: nn.Module
+    name: str
+    value: Any
 
 
-class BufferWatch:
-    """Knows which buffers of a module change in a forward."""
+@dataclass(eq=False)
+class Known:
+    """What was seen of a module in its first forward."""
+
+    parameters: list[Tensor]
+    changing: set[Slot] = field(default_factory=set)
+    counting: list[tuple[nn.Module, str]] = field(default_factory=list)
+    draws: bool = False  # from Python's or numpy's generator
+
+
+@dataclass(eq=False)
+class Snapshot:
+    """A module before a forward."""
+
+    module: nn.Module
+    copies: list[tuple[Slot, Tensor]]
+    constants: list[tuple[Tensor, int, str, Slot | None]]  # tensor, version, what it is, where
+    attributes: list[Attribute]
+    random: Any
+
+    @contextmanager
+    def restored(self) -> Iterator[list[Tensor]]:
+        """Inside, the module is as it was, with copies of its buffers, which are given; then as it is now."""
+        for tensor, version, kind, slot in self.constants:
+            if version_of(tensor) != version or (slot is not None and slot.tensor is not tensor):
+                raise RuntimeError(
+                    f"a {kind} {tuple(tensor.shape)} of a {type(self.module).__name__} was changed between the forward "
+                    "and the backward, so the segment cannot be repeated as it was. Change it inside of forward, or "
+                    "after the backward; or leave this module out of recompute."
+                )
+        buffers = {slot: slot.tensor for slot, _ in self.copies}
+        attributes = [(vars(module), vars(module).copy()) for module in self.module.modules()]
+        random = None if self.random is None else randomness.python_state()
+        shared: dict[int, Tensor] = {}
+        try:
+            for (slot, _), copy in zip(self.copies, _copies([copy for _, copy in self.copies]), strict=True):
+                slot.owner._buffers[slot.name] = shared.setdefault(id(buffers[slot]), copy)
+            for owner, name, value in self.attributes:
+                vars(owner)[name] = value.again() if isinstance(value, Drawn) else value
+            if self.random is not None:
+                randomness.restore_python(self.random)
+            yield list(shared.values())
+        finally:
+            for slot, tensor in buffers.items():
+                slot.owner._buffers[slot.name] = tensor
+            for now, before in attributes:
+                _put_back(now, before)
+            if random is not None:
+                randomness.restore_python(random)
+
+
+class Watch:
+    """Knows what modules change in a forward."""
 
     def __init__(self) -> None:
-        self._changing: dict[tuple[int, bool], set[Slot]] = {}
+        self._known: dict[Any, Known] = {}
 
-    def before(self, module: nn.Module) -> Snapshot | None:
-        """Copies of the buffers that a forward of this module may change."""
-        slots = [
-            Slot(owner, name)
-            for owner in module.modules()
-            for name, buffer in owner._buffers.items()
-            if buffer is not None
-        ]
-        if not slots:
-            return None
-        changing = self._changing.get(_key(module))
-        chosen = [s for s in slots if changing is None or s in changing or _is_counting(s.owner)]
-        kept = [] if changing is None else [(s, s.tensor, s.tensor._version) for s in slots if s not in changing]
-        return Snapshot(list(zip(chosen, _copies([s.tensor for s in chosen]), strict=True)), kept)
+    def before(self, module: nn.Module) -> Snapshot:
+        """The module as it is, as far as a forward may change it."""
+        modules = list(module.modules())
+        slots = [Slot(owner, name) for owner in modules for name, b in owner._buffers.items() if b is not None]
+        known = self._known.get(_key(module, modules))
+        if known is None:
+            values = [Attribute(m, k, _noted(v)) for m in modules for k, v in vars(m).items() if isinstance(v, _VALUES)]
+            return Snapshot(module, _copied(slots), _constants(slots, []), values, randomness.python_state())
+        chosen = {slot: None for slot in slots if slot in known.changing or _is_counting(slot.owner)}
+        others = [slot for slot in slots if slot not in chosen]
+        values = [Attribute(owner, name, _noted(vars(owner).get(name))) for owner, name in known.counting]
+        random = randomness.python_state() if known.draws else None
+        return Snapshot(module, _copied(list(chosen)), _constants(others, known.parameters), values, random)
 
-    def after(self, module: nn.Module, snapshot: Snapshot) -> Snapshot | None:
-        """What must be kept of the copies; None if something changed that had not been seen to change before."""
-        key = _key(module)
-        if key not in self._changing:
-            changed = [(slot, copy) for slot, copy in snapshot.before if not _is_same(slot.tensor, copy)]
-            self._changing[key] = {slot for slot, _ in changed}
-            still = [(s, s.tensor, s.tensor._version) for s, _ in snapshot.before if s not in self._changing[key]]
-            return Snapshot(changed, still)
-        if all(slot.tensor is tensor and tensor._version == version for slot, tensor, version in snapshot.untouched):
+    def after(self, snapshot: Snapshot) -> Snapshot | None:
+        """What must be kept of it; None if something changed that had not been seen to change before."""
+        module, modules = snapshot.module, list(snapshot.module.modules())
+        key = _key(module, modules)
+        known = self._known.get(key)
+        if known is None:
+            self._known[key] = known = _learned(snapshot)
+            slots = [slot for slot, _ in snapshot.copies]
+            snapshot.copies = [(slot, copy) for slot, copy in snapshot.copies if slot in known.changing]
+            snapshot.constants = _constants([s for s in slots if s not in known.changing], known.parameters)
+            snapshot.attributes = [one for one in snapshot.attributes if one[:2] in known.counting]
+            snapshot.random = snapshot.random if known.draws else None
             return snapshot
-        del self._changing[key]  # learn anew
+        if all(version_of(t) == version and (s is None or s.tensor is t) for t, version, _, s in snapshot.constants):
+            return snapshot
+        del self._known[key]  # learn anew
         return None
 
 
-@contextmanager
-def replaced(snapshots: Iterable[Snapshot]) -> Iterator[list[Tensor]]:
-    """Inside, modules have copies of their buffers as these were; gives the copies."""
-    snapshots = list(snapshots)
-    for slot, tensor, version in (entry for snapshot in snapshots for entry in snapshot.untouched):
-        if slot.tensor is not tensor or tensor._version != version:
-            raise RuntimeError(
-                f"the buffer {slot.name!r} of a {type(slot.owner).__name__} was changed between the forward and the "
-                "backward, so the segment cannot be repeated as it was. Change buffers inside of forward, or after "
-                "the backward; or leave this module out of recompute."
-            )
-    # A module that ran twice in the segment begins with what it had before the first time.
-    before: dict[Slot, Tensor] = {}
-    for snapshot in snapshots:
-        for slot, copy in snapshot.before:
-            before.setdefault(slot, copy)
-    present = {slot: slot.tensor for slot in before}
-    copies = dict(zip(before, _copies(list(before.values())), strict=True))
-    shared: dict[int, Tensor] = {}
-    try:
-        for slot, copy in copies.items():
-            slot.owner._buffers[slot.name] = shared.setdefault(id(present[slot]), copy)
-        yield list(shared.values())
-    finally:
-        for slot, tensor in present.items():
-            slot.owner._buffers[slot.name] = tensor
+def _noted(value: Any) -> Any:
+    return Drawn(value.device, value.get_state()) if isinstance(value, torch.Generator) else value
 
 
-def _key(module: nn.Module) -> tuple[int, bool]:
-    return id(module), module.training
+def _learned(snapshot: Snapshot) -> Known:
+    stayed = {slot for tensor, version, _, slot in snapshot.constants if _is_untouched(slot, tensor, version)}
+    return Known(
+        list(snapshot.module.parameters()),
+        {slot for slot, copy in snapshot.copies if slot not in stayed or not _is_same(slot.tensor, copy)},
+        [(owner, name) for owner, name, value in snapshot.attributes if vars(owner).get(name) is not value],
+        randomness.python_state() != snapshot.random,
+    )
+
+
+def _is_untouched(slot: Slot | None, tensor: Tensor, version: int) -> bool:
+    return slot is not None and slot.tensor is tensor and version_of(tensor) == version
+
+
+def _constants(slots: list[Slot], parameters: list[Tensor]) -> list[tuple[Tensor, int, str, Slot | None]]:
+    buffers = [(slot.tensor, version_of(slot.tensor), f"buffer {slot.name!r}", slot) for slot in slots]
+    return buffers + [(tensor, version_of(tensor), "parameter", None) for tensor in parameters]
+
+
+def _key(module: nn.Module, modules: list[nn.Module]) -> tuple[int, tuple[bool, ...]]:
+    return id(module), tuple(one.training for one in modules)
 
 
 def _is_counting(owner: nn.Module) -> bool:
@@ -104,15 +162,31 @@ def _is_counting(owner: nn.Module) -> bool:
 
 
 def _is_same(tensor: Tensor | None, copy: Tensor) -> bool:
-    return tensor is not None and tensor.shape == copy.shape and torch.equal(tensor, copy)
+    if tensor is None or tensor.shape != copy.shape or tensor.dtype != copy.dtype:
+        return False
+    return pointer_of(tensor) is None or torch.equal(tensor, copy)  # of sparse ones the version says enough
 
 
-def _copies(tensors: list[Tensor]) -> list[Tensor]:
+def _copied(slots: list[Slot]) -> list[tuple[Slot, Tensor]]:
+    return list(zip(slots, _copies([slot.tensor for slot in slots]), strict=True))
+
+
+def _copies(tensors: list[Any]) -> list[Tensor]:
     """Copies of many small tensors in few kernels."""
-    copies = [torch.empty_like(tensor) for tensor in tensors]
+    copies = [torch.empty_like(t) if t.layout is torch.strided else t.detach().clone() for t in tensors]
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, tensor in enumerate(tensors):
-        groups.setdefault((tensor.device, tensor.dtype), []).append(index)
+        if tensor.layout is torch.strided:
+            groups.setdefault((tensor.device, tensor.dtype), []).append(index)
     for indices in groups.values():
         torch._foreach_copy_([copies[i] for i in indices], [tensors[i].detach() for i in indices])
     return copies
+
+
+def _put_back(now: dict[str, Any], before: dict[str, Any]) -> None:
+    """Make a module's attributes what they were, one by one: most did not change."""
+    for name in [name for name in now if name not in before]:
+        del now[name]
+    for name, value in before.items():
+        if name not in now or now[name] is not value:
+            now[name] = value

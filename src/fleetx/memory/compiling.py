@@ -1,17 +1,21 @@
 """Compilations of modules that run as a whole: one for all that are alike."""
 
-from collections.abc import Callable
-from types import FunctionType, MethodType
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
-from torch._functorch import config as functorch_config
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from fleetx.memory.dear import is_dear
 from fleetx.memory.states import Segment
 
-DEAR_BUDGET = 0.5
-"""The share of its activations that a compiled segment may save when it saves dear ones: torch's own measure."""
+_numbers = itertools.count()
 
 
 class SharedCompilations:
@@ -21,48 +25,69 @@ class SharedCompilations:
     share a code object, so each size is given one of its own.
     """
 
-    def __init__(self, budget: float = DEAR_BUDGET, **options: Any) -> None:
-        self.budget = budget
+    def __init__(self, **options: Any) -> None:
         self.options = options
         self._functions: dict[tuple[Any, ...], Callable[..., Any]] = {}
         self._likeness: dict[int, tuple[Any, ...]] = {}
+        self._local = threading.local()
 
-    def fresh(self) -> "SharedCompilations":
-        """The same settings with nothing compiled yet, for a copy of the model."""
-        return SharedCompilations(self.budget, **self.options)
+    def __reduce__(self) -> Any:
+        """A copy of a model compiles anew: what is known here is about these very modules."""
+        return partial(SharedCompilations, **self.options), ()
 
-    def enter(self, module: nn.Module, state: Segment) -> Callable[[], None]:
-        """Give the module its compiled forward; what is returned takes it away again."""
-        compiled = MethodType(self._function(module, state), module)
-        budget = self.budget if state.save == "dear" else 1.0
-        patch = functorch_config.patch(activation_memory_budget=budget)
-        patch.__enter__()
-        module.forward = compiled
+    def install(self, modules: Iterable[nn.Module]) -> None:
+        """Give the modules their compiled forwards."""
+        for module in modules:
+            if "forward" not in module.__dict__:  # else somebody gave it one already
+                module.forward = partial(self._forward, module)
 
-        def undo() -> None:
-            del module.forward
-            patch.__exit__(None, None, None)
+    def uninstall(self, modules: Iterable[nn.Module]) -> None:
+        """Take them away again."""
+        for module in modules:
+            if isinstance(given := module.__dict__.get("forward"), partial) and given.func == self._forward:
+                del module.forward
 
-        return undo
+    @contextmanager
+    def saving(self, state: Segment) -> Iterator[None]:
+        """Inside, compiled forwards save what the segment's state asks for."""
+        outer, self._local.dear = self._dear, state.dear if state.save == "dear" else None
+        try:
+            yield
+        finally:
+            self._local.dear = outer
 
     def callee(self, module: nn.Module, state: Segment) -> Callable[..., Any]:
         """What to call when the module is repeated."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            undo = self.enter(module, state)
+            self.install([module])
             try:
-                return module(*args, **kwargs)
+                with self.saving(state):
+                    return module(*args, **kwargs)
             finally:
-                undo()
+                self.uninstall([module])
 
         return call
 
-    def _function(self, module: nn.Module, state: Segment) -> Callable[..., Any]:
-        key = (*self._like(module), state.save == "dear")
+    @property
+    def _dear(self) -> tuple[str, ...] | None:
+        return getattr(self._local, "dear", None)
+
+    def _forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self._function(module)(module, *args, **kwargs)
+
+    def _function(self, module: nn.Module) -> Callable[..., Any]:
+        kinds = self._dear
+        key = (*self._like(module), kinds)
         if key not in self._functions:
             forward = type(module).forward
-            own = own_code(forward, len(self._functions)) if isinstance(forward, FunctionType) else forward
-            self._functions[key] = torch.compile(own, **self.options)
+            own = own_code(forward) if isinstance(forward, FunctionType) else forward
+            if kinds is None:
+                self._functions[key] = torch.compile(own, **self.options)
+            else:
+                # torch 2.11 cannot divide a graph so whose sizes are symbols: each size is compiled for itself.
+                options = {"dynamic": False} | self.options
+                self._functions[key] = torch.compile(own_code(_selective(own, kinds)), **options)
         return self._functions[key]
 
     def _like(self, module: nn.Module) -> tuple[Any, ...]:
@@ -76,9 +101,30 @@ class SharedCompilations:
         return self._likeness[id(module)]
 
 
-def own_code(function: Any, number: int) -> FunctionType:
-    """The function with a code object of its own: torch keeps compilations by code object."""
-    code = function.__code__.replace(co_name=f"{function.__name__}_{number}")
+def _selective(forward: Callable[..., Any], kinds: tuple[str, ...]) -> Callable[..., Any]:
+    """The forward, of which the compiler saves inputs and dear outputs, and computes the rest again in the backward.
+
+    torch has a simpler way, `activation_memory_budget`; but with dropout its gradients are wrong: it draws new random
+    numbers when it computes again (torch 2.13).
+    """
+
+    def policy(_context: Any, function: Any, *args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        save = is_dear(kinds, function, args)
+        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        contexts = partial(create_selective_checkpoint_contexts, policy)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    return run
+
+
+def own_code(function: Any) -> FunctionType:
+    """The function with a code object of its own: torch keeps compilations by code object.
+
+    And with a name of its own: torch remembers by file, line and name which sizes have varied.
+    """
+    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
     copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy

@@ -1,6 +1,6 @@
 """Outputs that are saved because they take long to compute again: noted below autograd, given back when asked again."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,10 @@ from fleetx.memory import randomness
 from fleetx.memory.offload import View, is_worth_moving
 
 aten = torch.ops.aten
+_MATMULS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
 KINDS: dict[str, tuple[Any, ...]] = {
-    "matmul": (aten.mm, aten.addmm, aten.bmm, aten.baddbmm),
+    "matmul": _MATMULS,
+    "narrow_matmul": _MATMULS,  # those that give less than they read: much work for little memory
     "convolution": (aten.convolution,),
     "attention": (
         aten._scaled_dot_product_flash_attention,
@@ -26,19 +28,30 @@ KINDS: dict[str, tuple[Any, ...]] = {
 }
 
 
+def is_dear(kinds: Iterable[str], function: Any, args: Sequence[Any]) -> bool:
+    """Whether this operation is of one of these kinds."""
+    packet = function.overloadpacket
+    return any(packet in KINDS[kind] and (kind != "narrow_matmul" or _narrows(packet, args)) for kind in kinds)
+
+
+def _narrows(packet: Any, args: Sequence[Any]) -> bool:
+    read, weight = args[-2:] if packet in (aten.mm, aten.bmm) else args[1:3]
+    return weight.shape[-1] < read.shape[-1]
+
+
 class Saving(TorchDispatchMode):
     """Notes the outputs of chosen operations, as long as it `is_on`."""
 
     def __init__(self, kinds: tuple[str, ...], device: torch.device, is_on: Callable[[], bool]) -> None:
         super().__init__()
-        self.packets = frozenset(packet for kind in kinds for packet in KINDS[kind])
+        self.kinds = kinds
         self.device = device
         self.is_on = is_on
         self.saved: list[Saved | None] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        if func.overloadpacket in self.packets and self.is_on():
+        if self.is_on() and is_dear(self.kinds, func, args):
             self.saved.append(Saved(output, func, self.device))
         return output
 
@@ -49,7 +62,9 @@ class Saved:
     def __init__(self, output: Any, function: Any, device: torch.device) -> None:
         flat, self.structure = pytree.tree_flatten(output)
         # Detached: the tensors themselves will know the graph, which would then know itself.
-        self.flat = [value.detach() if isinstance(value, Tensor) else value for value in flat]
+        # With ADInplaceOrView, which is off below autograd: else the version would say nothing of later writes.
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            self.flat = [value.detach() if isinstance(value, Tensor) else value for value in flat]
         self.versions = [value._version if isinstance(value, Tensor) else 0 for value in self.flat]
         self.device = device
         is_random = torch.Tag.nondeterministic_seeded in function.tags
@@ -75,14 +90,14 @@ class Giving(TorchDispatchMode):
 
     def __init__(self, mode: Saving) -> None:
         super().__init__()
-        self.packets = mode.packets
+        self.kinds = mode.kinds
         self.is_on = mode.is_on
         self.saved = iter(list(mode.saved))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in self.packets and self.is_on():
+        if self.is_on() and is_dear(self.kinds, func, args):
             saved = next(self.saved, None)
-            if saved is not None:
+            if saved is not None and not saved.written_to():
                 return saved.give()
         return func(*args, **(kwargs or {}))
 

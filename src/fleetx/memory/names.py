@@ -20,6 +20,11 @@ class Cuts:
     containers: dict[str, nn.Module] = field(default_factory=dict)  # run piece by piece
     leaves: dict[str, nn.Module] = field(default_factory=dict)  # run as a whole
     dear: dict[str, nn.Module] = field(default_factory=dict)  # their operations are dear
+    expected: set[str] = field(default_factory=set)  # those named one by one: a forward should come to them
+
+    def watched(self) -> list[nn.Module]:
+        """All modules that have hooks."""
+        return [*self.containers.values(), *self.leaves.values(), *self.dear.values()]
 
     def in_order(self) -> list[Segment]:
         """All segments, as they were listed."""
@@ -30,34 +35,47 @@ def find_cuts(model: nn.Module, segments: Sequence[Segment]) -> Cuts:
     """The outputs that the segments name."""
     modules = dict(model.named_modules(remove_duplicate=False))
     cuts = Cuts()
+    cut: dict[int, Segment] = {}
     for segment in segments:
-        if ":" in segment.until:
-            owner = segment.until.partition(":")[0]
-            if owner not in modules:
-                raise ValueError(_unknown(owner, modules))
-            cuts.operations[segment.until] = segment
-            cuts.containers[owner] = modules[owner]
-            _add_ancestors(cuts, owner, modules)
-            continue
-        matched = [name for name in modules if name and matches(name, segment.until)]
-        if not matched:
-            raise ValueError(_unknown(segment.until, modules))
-        for name in matched:
-            if name in cuts.modules:
+        for name in _matched(segment.until, modules):
+            if name in cuts.operations or name in cuts.modules:
                 raise ValueError(
                     f"the output of {name!r} is named twice: by {segment.until!r} and before. Name it once."
                 )
-            cuts.modules[name] = replace(segment, until=name)
             _add_ancestors(cuts, name, modules)
-    for name in cuts.modules:
-        if not _is_called(modules[name]):
-            raise ValueError(
-                f"{name!r} is a {type(modules[name]).__name__}, which is never called and so has no output: name its "
-                f"modules, for example '{name}.*'."
-            )
+            if name == segment.until:
+                cuts.expected.add(name)
+            if ":" in name:
+                cuts.operations[name] = replace(segment, until=name)
+                continue
+            first = cut.setdefault(id(modules[name]), replace(segment, until=name))
+            if first.until == name:
+                cuts.modules[name] = first
+            elif replace(first, until=name) != replace(segment, until=name):
+                raise ValueError(
+                    f"{first.until!r} and {name!r} are one module, so its output cannot have two states. Name it once."
+                )
+            else:
+                cuts.expected.discard(name)
     cuts.leaves = _leaves(cuts.containers, modules)
     cuts.dear = _dear_modules(segments, modules)
     return cuts
+
+
+def _matched(pattern: str, modules: dict[str, nn.Module]) -> list[str]:
+    """The outputs that a segment's `until` names."""
+    owner, colon, _ = pattern.partition(":")
+    matched = [name for name in modules if matches(name, owner) and (name or colon)]
+    if not matched:
+        raise ValueError(_unknown(owner, modules))
+    called = [name for name in matched if _is_called(modules[name])]
+    if not called:
+        name = matched[0]
+        raise ValueError(
+            f"{name!r} is a {type(modules[name]).__name__}, which is never called and so has no output: name its "
+            f"modules, for example '{name}.*'."
+        )
+    return [name + pattern[len(owner) :] for name in called]
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -68,20 +86,35 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def _add_ancestors(cuts: Cuts, name: str, modules: dict[str, nn.Module]) -> None:
+    name, operation, _ = name.partition(":")
+    if operation:
+        cuts.containers[name] = modules[name]
     while name:
         name = name.rpartition(".")[0]
         cuts.containers[name] = modules[name]
 
 
 def _leaves(containers: dict[str, nn.Module], modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """The outermost modules in which nothing is cut."""
+    """The outermost modules in which nothing is cut; one that is never called itself stands for what is in it."""
     inner = {id(module) for module in containers.values()}
+    open_names = set(containers)
     leaves: dict[str, nn.Module] = {}
-    for name, module in modules.items():
-        parent = name.rpartition(".")[0]
-        if name and id(module) not in inner and parent in containers:
-            leaves[name] = module
+    for name, module in modules.items():  # parents come before their children
+        if name and id(module) not in inner and name.rpartition(".")[0] in open_names:
+            if _is_called(module):
+                leaves[name] = module
+            else:
+                open_names.add(name)
     return leaves
+
+
+def called_children(module: nn.Module) -> list[nn.Module]:
+    """A module's children, or what is in those that are never called themselves; each once."""
+    found: dict[int, nn.Module] = {}
+    for child in module.children():
+        inside = [child] if _is_called(child) else called_children(child)
+        found |= {id(one): one for one in inside}
+    return list(found.values())
 
 
 def _dear_modules(segments: Sequence[Segment], modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
@@ -100,7 +133,7 @@ def _dear_modules(segments: Sequence[Segment], modules: dict[str, nn.Module]) ->
 
 
 def _is_called(module: nn.Module) -> bool:
-    return not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
+    return type(module).forward is not nn.Module.forward
 
 
 def _unknown(name: str, modules: dict[str, nn.Module]) -> str:

@@ -83,7 +83,7 @@ class Offloader:
         self.traffic = Traffic()
         self.out_stream = torch.cuda.Stream(device) if self.on_gpu else None
         self.in_stream = torch.cuda.Stream(device) if self.on_gpu else None
-        self._leaving: list[Parked] = []
+        self._leaving: weakref.WeakSet[Parked] = weakref.WeakSet()  # what nobody asks for any more is forgotten
         self._by_storage: dict[int, weakref.ref[Parked]] = {}
         self._groups: dict[int, list[weakref.ref[Parked]]] = {}
         self._numbers = itertools.count()
@@ -103,9 +103,16 @@ class Offloader:
             self._let_go(parked)
         return View(parked, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
 
-    def release_leaving(self, before: int) -> None:
-        """Free the device memory of groups below `before`; the computation waits if a copy is late."""
-        for parked in [parked for parked in self._leaving if parked.group < before]:
+    def release_leaving(self) -> None:
+        """Free the device memory of everything sent so far; the computation waits if a copy is late."""
+        for parked in list(self._leaving):
+            self._let_go(parked)
+
+    def finish(self, pointer: int) -> None:
+        """The memory that begins here will be written to: its copy comes before that."""
+        reference = self._by_storage.get(pointer)
+        parked = None if reference is None else reference()
+        if parked is not None:
             self._let_go(parked)
 
     def fetch(self, parked: Parked) -> torch.UntypedStorage:
@@ -126,9 +133,9 @@ class Offloader:
 
     def prefetch_below(self, group: int) -> None:
         """Ask for the nearest earlier group that is on the host."""
-        lower = [number for number in self._groups if number < group]
+        lower = [number for number in list(self._groups) if number < group]
         if lower:
-            for reference in self._groups[max(lower)]:
+            for reference in list(self._groups[max(lower)]):  # the list gets shorter as tensors are forgotten
                 parked = reference()
                 if parked is not None and parked.back is None and parked.source is None:
                     self._bring(parked)
@@ -164,7 +171,7 @@ class Offloader:
             target.copy_(source)
         self.traffic.to_host += parked.nbytes
         self.traffic.tensors += 1
-        self._leaving.append(parked)
+        self._leaving.add(parked)
         self._by_storage[storage.data_ptr()] = weakref.ref(parked)
         self._groups.setdefault(group, []).append(weakref.ref(parked))
         return parked
@@ -183,7 +190,7 @@ class Offloader:
         self._by_storage.pop(parked.source.untyped_storage().data_ptr(), None)
         parked.source = None
         parked.copied = None
-        self._leaving.remove(parked)
+        self._leaving.discard(parked)
 
     def _bring(self, parked: Parked) -> None:
         back = torch.empty(parked.nbytes, dtype=torch.uint8, device=parked.device)
@@ -211,5 +218,7 @@ class Offloader:
 
 def is_worth_moving(tensor: Tensor) -> bool:
     """Whether parking frees memory worth the trouble; a view of something far larger would take all of it along."""
+    if tensor.layout is not torch.strided:
+        return False
     size = tensor.numel() * tensor.element_size()
     return size >= SMALLEST and tensor.untyped_storage().nbytes() <= 4 * size

@@ -1,23 +1,22 @@
 """One run of a segment: what autograd wanted to save, and how it is had again in the backward."""
 
 import threading
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fleetx.memory import buffers, dear, randomness
+from fleetx.memory import dear, randomness
 from fleetx.memory.offload import Offloader, View, is_worth_moving
 from fleetx.memory.states import Segment
-from fleetx.memory.tape import Call, External, Surroundings, Tape
-
-IsKept = Callable[[Tensor], bool]
+from fleetx.memory.tape import Call, External, Surroundings, Tape, pointer_of, version_of
 
 
 class Kept(NamedTuple):
-    """A saved tensor that lives anyway: a parameter or a buffer."""
+    """A saved tensor that stays: a parameter or buffer, or something that cannot be had again."""
 
     tensor: Tensor
     version: int
@@ -45,7 +44,7 @@ class Saved:
         self.frame = frame
         self.number = number
         self.tensor: Tensor | None = tensor
-        self.version = tensor._version
+        self.version = version_of(tensor)
         self.parked: View | None = None
 
     def get(self) -> Tensor:
@@ -71,25 +70,26 @@ class Frame:
         self.device = device
         self.group = group  # of tensors on the host
         self.random = randomness.state(device)
-        self.snapshots: list[buffers.Snapshot] = []
         self.saved: list[Saved] = []
-        self.looks: list[Look] = []
+        self.looks: list[tuple[Look, weakref.ref[Saved]]] = []
+        self.kept: dict[int, Tensor] = {}  # parameters and buffers by where their memory is
         self.stops_early = True
-        self.is_kept: IsKept = lambda _: False
-        self._again: dict[int, dict[int, Tensor]] = {}
+        self.is_lost = False  # something happened that cannot be repeated
+        self._again: dict[int, dict[int, tuple[Tensor, int]]] = {}
         self._lock = threading.RLock()
 
     def pack(self, tensor: Tensor) -> Saved:
         """Autograd saves this tensor."""
-        saved = Saved(self, len(self.looks), tensor)
-        self.looks.append(Look.of(tensor))
+        # Detached: an output of the operation that saves it knows the graph, which would then know itself.
+        saved = Saved(self, len(self.looks), tensor.detach())
+        self.looks.append((Look.of(tensor), weakref.ref(saved)))
         self.saved.append(saved)
         return saved
 
     def bytes_saved(self) -> int:
         """What the saved tensors take, those counted once that share memory."""
         tensors = [saved.tensor for saved in self.saved if saved.tensor is not None]
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        storages = {pointer_of(t): t.untyped_storage().nbytes() for t in tensors if pointer_of(t) is not None}
         return sum(storages.values())
 
     # When the segment ends --------------------------------------------------------------------------------
@@ -97,13 +97,14 @@ class Frame:
     def keep(self) -> None:
         """Leave everything where it is; nothing will be repeated."""
         self.saved = []
-        self.snapshots = []
         self.tape = Tape(())
 
     def park_saved(self, offloader: Offloader, at_once: bool) -> None:
         """Send everything that was saved to the host."""
         for saved in self.saved:
-            if saved.tensor is not None and is_worth_moving(saved.tensor):
+            # What was written to stays, to be refused in the backward.
+            is_right = saved.tensor is not None and version_of(saved.tensor) == saved.version
+            if is_right and is_worth_moving(saved.tensor):
                 saved.parked = offloader.park(saved.tensor, self.group, at_once=at_once)
                 saved.tensor = None
         self.keep()
@@ -142,60 +143,103 @@ class Frame:
         with self._lock:
             tensors = self._again.get(task)
             if tensors is None or number not in tensors:
-                tensors = self._repeat()
+                tensors = Repetition(self).run()
                 self._again = {task: tensors}  # of an earlier backward nothing is needed any more
-            tensor = tensors.pop(number)
+            tensor, version = tensors.pop(number)
             if not tensors:
                 self._again = {}
-            return tensor
+            return unchanged(tensor, version, self.name)
 
-    def _repeat(self) -> dict[int, Tensor]:
-        collected: dict[int, Tensor] = {}
-        count = 0
-        copies: set[int] = set()
-        stops = False
 
-        def collect(tensor: Tensor) -> Tensor | None:
-            nonlocal count
-            if self.is_kept(tensor) or tensor.untyped_storage().data_ptr() in copies:
-                return None
-            if count >= len(self.looks) or Look.of(tensor) != self.looks[count]:
-                raise RuntimeError(self._different(count, tensor))
-            collected[count] = tensor.detach()
-            count += 1
-            if count == len(self.looks) and stops:
-                raise Enough
-            return None
+class Repetition:
+    """A segment once more, for what autograd saved in it."""
 
-        @contextmanager
-        def around(call: Call) -> Iterator[None]:
-            nonlocal stops
-            stops = self.stops_early
-            giving = nullcontext() if call.dear is None else dear.Giving(call.dear)
-            with torch.autograd.graph.saved_tensors_hooks(collect, _never), giving:
-                yield
+    def __init__(self, frame: Frame) -> None:
+        self.frame = frame
+        self.wanted = {number for number, (_, saved) in enumerate(frame.looks) if saved() is not None}
+        self.last = max(self.wanted)
+        self.collected: dict[int, tuple[Tensor, int]] = {}
+        self.saves = range(0)  # numbers of the tensors that the present call saves
+        self.number = 0  # of the next one
+        self.copies: dict[int | None, Tensor] = {}  # of buffers, which are not saved
 
-        present = Surroundings.now(self.tape.devices)
+    def run(self) -> dict[int, tuple[Tensor, int]]:
+        """The tensors that are still wanted, with their versions, by number."""
+        frame = self.frame
+        present = Surroundings.now(frame.tape.devices)
         torch.autocast_increment_nesting()
         try:
-            with buffers.replaced(self.snapshots) as replaced, randomness.replaying(self.random, self.device):
-                copies = {tensor.untyped_storage().data_ptr() for tensor in replaced}
-                self.tape.repeat(_fetch, around, lambda: count == len(self.looks))
+            with randomness.replaying(frame.random, frame.device):
+                frame.tape.repeat(self.fetch, self.around, self.is_done)
         except Enough:
             pass
         finally:
             if torch.autocast_decrement_nesting() == 0:
                 torch.clear_autocast_cache()
             present.restore()
-        if count < len(self.looks):
-            raise RuntimeError(self._different(count, None))
+        collected, self.collected = self.collected, {}
         return collected
 
-    def _different(self, count: int, tensor: Tensor | None) -> str:
-        expected = self.looks[count] if count < len(self.looks) else None
+    def is_done(self) -> bool:
+        """Whether nothing more is needed."""
+        return self.number > self.last
+
+    @contextmanager
+    def around(self, call: Call) -> Iterator[None]:
+        """What is collected during one call."""
+        self.saves, self.number = call.saves, call.saves.start
+        giving = nullcontext() if call.dear is None else dear.Giving(call.dear)
+        restored = nullcontext([]) if call.snapshot is None else call.snapshot.restored()
+        with restored as buffers, torch.autograd.graph.saved_tensors_hooks(self.collect, self.give), giving:
+            self.copies.update((pointer_of(buffer), buffer) for buffer in buffers)
+            yield
+        if self.number < self.saves.stop:
+            raise RuntimeError(self.different(None))
+
+    def collect(self, tensor: Tensor) -> Any:
+        """A tensor is saved again."""
+        frame, pointer = self.frame, pointer_of(tensor)
+        is_kept = pointer is not None and (pointer in frame.kept or pointer in self.copies)
+        if is_kept or not self.saves:  # the model did not save it with us, but in a checkpoint of its own
+            return tensor.detach()
+        if frame.stops_early and self.is_done():
+            raise Enough
+        if self.number not in self.saves or Look.of(tensor) != frame.looks[self.number][0]:
+            raise RuntimeError(self.different(tensor))
+        number, self.number = self.number, self.number + 1
+        if number in self.wanted:
+            self.collected[number] = (tensor.detach(), version_of(tensor))
+        if frame.stops_early and self.is_done():
+            raise Enough
+        return number if number in self.wanted else tensor.detach()
+
+    def give(self, noted: Any) -> Tensor:
+        """It is asked for while the segment is being repeated: the forward computes a gradient."""
+        return self.collected[noted][0] if isinstance(noted, int) else noted
+
+    def fetch(self, external: External) -> Tensor:
+        """An input of the segment as the segment met it: with a gradient to come, but no past."""
+        if external.is_kept and isinstance(external.tensor, nn.Parameter):
+            return _present(external)
+        fresh = _present(external).detach()
+        if external.requires_grad:
+            fresh.requires_grad_()
+        if external.is_copy:
+            # For another backward the copy must stay; and what is written to must not be a leaf.
+            with torch.enable_grad():
+                fresh = fresh.clone()
+        if external.is_kept:
+            self.copies[pointer_of(fresh)] = fresh
+        return fresh
+
+    def different(self, tensor: Tensor | None) -> str:
+        """What is said if the segment did something else."""
+        looks = self.frame.looks
+        expected = looks[self.number][0] if self.number in self.saves else None
+        found = None if tensor is None else Look.of(tensor)
         return (
-            f"the segment that ends at {self.name!r} did something else when it was repeated: saved tensor {count + 1} "
-            f"of {len(self.looks)} was {_described(expected)}, and is {_described(tensor and Look.of(tensor))}. Its "
+            f"the segment that ends at {self.frame.name!r} did something else when it was repeated: saved tensor "
+            f"{self.number + 1} of {len(looks)} was {_described(expected)}, and is {_described(found)}. Its "
             "forward depends on something that changed in between: a global, a counter, a file, another generator of "
             "random numbers. Leave that module out of recompute, or make its forward depend on its inputs only."
         )
@@ -203,7 +247,7 @@ class Frame:
 
 def unchanged(tensor: Tensor, version: int, name: str) -> Tensor:
     """The tensor, if nobody wrote to it since it was saved: what autograd checks too, where there are no hooks."""
-    if tensor._version != version:
+    if version_of(tensor) != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: a saved "
             f"tensor {tuple(tensor.shape)} near {name!r} is at version {tensor._version}; expected version {version}."
@@ -211,11 +255,11 @@ def unchanged(tensor: Tensor, version: int, name: str) -> Tensor:
     return tensor
 
 
-def _fetch(external: External) -> Tensor:
+def _present(external: External) -> Tensor:
     if external.parked is not None:
         return external.parked.fetch()
     assert external.tensor is not None
-    if not external.is_kept and not external.is_written and external.tensor._version != external.version:
+    if external.was_written():
         raise RuntimeError(
             f"an input {tuple(external.tensor.shape)} of a segment was written in place between its forward and its "
             "backward, so the segment cannot be repeated. Write to a copy of it: x = x.clone()."
@@ -225,7 +269,3 @@ def _fetch(external: External) -> Tensor:
 
 def _described(look: Look | None) -> str:
     return "missing" if look is None else f"{tuple(look.shape)} {look.dtype} on {look.device}"
-
-
-def _never(_: Any) -> Tensor:
-    raise AssertionError("nobody asks for the saved tensors of a repeated segment")

@@ -1,12 +1,17 @@
 """Notes what containers do between their modules: each call of a torch function goes through here."""
 
+import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
+
+from fleetx.memory.structures import tensors_in
+from fleetx.memory.tape import version_of
 
 
 class Listener(Protocol):
@@ -15,11 +20,11 @@ class Listener(Protocol):
     def is_listening(self) -> bool:
         """Whether calls are of interest now."""
 
-    def begin_call(self, args: Any, kwargs: Any) -> Any:
-        """A call that may write to its inputs is about to be made."""
+    def calling(self, args: Any, kwargs: Any, written: list[Tensor]) -> AbstractContextManager[Any]:
+        """A call is about to be made that will write to these tensors; it is made inside."""
 
-    def end_call(self, function: Callable[..., Any], args: Any, kwargs: Any, begun: Any, output: Any) -> None:
-        """A call that gave tensors or wrote to some was made."""
+    def called(self, function: Callable[..., Any], args: Any, kwargs: Any, output: Any, begun: Any) -> None:
+        """A call that gave tensors or wrote to some was made; `begun` is what `calling` gave."""
 
 
 class Recorder(TorchFunctionMode):
@@ -31,17 +36,19 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.listener.is_listening():
+        # Gradients that are asked for in a forward may be those of an earlier segment: not to be had again.
+        if not self.listener.is_listening() or func is torch.autograd.grad:
             return func(*args, **kwargs)
-        begun = self.listener.begin_call(args, kwargs) if writes(func, kwargs) else None
-        inputs = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-        versions = [tensor._version for tensor in inputs]
-        output = func(*args, **kwargs)
-        has_written = versions != [tensor._version for tensor in inputs]
-        if has_written and begun is None:
+        inputs = tensors_in((args, kwargs))
+        written = written_by(func, args, kwargs)
+        versions = [version_of(tensor) for tensor in inputs]
+        with self.listener.calling(args, kwargs, written) as begun:
+            output = func(*args, **kwargs)
+        changed = [t for t, version in zip(inputs, versions, strict=True) if version_of(t) != version]
+        if changed and not written:
             _writing.add(func)  # too late for this time
-        if has_written or any(isinstance(value, Tensor) for value in pytree.tree_leaves(output)):
-            self.listener.end_call(func, args, kwargs, begun, output)
+        if changed or written or tensors_in(output):
+            self.listener.called(func, args, kwargs, output, begun)
         return output
 
     @property
@@ -54,12 +61,35 @@ class Recorder(TorchFunctionMode):
 _writing: set[Any] = set()
 _ASSIGNING = {"__setitem__", "__set__", "__delitem__"}
 _OPERATORS = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "matmul")
-_AUGMENTED = {f"__i{name}__" for name in _OPERATORS}
+_AUGMENTED = {f"__i{name}__" for name in (*_OPERATORS, "lshift", "rshift")}
+_NORMS = {"batch_norm", "instance_norm"}
+"""They write to their running statistics, of which the versions say nothing."""
 
 
-def writes(function: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a function is known, or sounds, as if it wrote to its inputs."""
+def written_by(function: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors to which a function is known, or sounds as if it were, to write."""
     name = getattr(function, "__name__", "")
+    found = tensors_in(kwargs["out"]) if kwargs.get("out") is not None else []
     in_place = name.endswith("_") and not name.endswith("__")
-    augmented = name in _AUGMENTED or name in _ASSIGNING
-    return in_place or augmented or bool(kwargs.get("inplace")) or "out" in kwargs or function in _writing
+    if in_place or name in _AUGMENTED or name in _ASSIGNING or _is_in_place(function, args, kwargs):
+        found += tensors_in(args[:1] or list(kwargs.values()))
+    elif name in _NORMS:
+        found += [tensor for tensor in tensors_in((args[1:], kwargs)) if not tensor.requires_grad]
+    elif function in _writing:
+        found += tensors_in((args, kwargs))
+    return found
+
+
+def _is_in_place(function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    if "inplace" in kwargs:
+        return bool(kwargs["inplace"])
+    place = _place_of_inplace(function)
+    return place is not None and place < len(args) and args[place] is True
+
+
+@cache
+def _place_of_inplace(function: Any) -> int | None:
+    if not inspect.isfunction(function):
+        return None
+    names = list(inspect.signature(function, follow_wrapped=False).parameters)
+    return names.index("inplace") if "inplace" in names else None

@@ -1,23 +1,27 @@
 """One forward of a model that is cut into segments: opens and closes them as their outputs come."""
 
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fleetx.memory import dear
-from fleetx.memory.buffers import BufferWatch, Snapshot
+from fleetx.memory.buffers import Snapshot, Watch
 from fleetx.memory.compiling import SharedCompilations
 from fleetx.memory.names import Cuts
 from fleetx.memory.offload import Offloader
 from fleetx.memory.recompute import Frame, Kept, Saved, unchanged
 from fleetx.memory.recording import Recorder
-from fleetx.memory.states import Segment
-from fleetx.memory.tape import External, Surroundings, Tape
+from fleetx.memory.states import DEAR_KINDS, Segment
+from fleetx.memory.structures import Structure, tensors_in
+from fleetx.memory.tape import External, Surroundings, Tape, pointer_of, version_of
 
 _active = threading.local()
 TAIL = Segment("the end", save="everything")
@@ -43,7 +47,6 @@ class Learned:
     """What earlier forwards showed of a segment."""
 
     state: Segment
-    written: set[int] = field(default_factory=set)  # numbers of the inputs that it writes to
     size: int = 0  # bytes that autograd would save
 
 
@@ -52,12 +55,14 @@ class Experience:
     """What outlives a forward: which segments come, what they change, and the memory on the host."""
 
     cuts: Cuts
-    watch: BufferWatch = field(default_factory=BufferWatch)
+    watch: Watch = field(default_factory=Watch)
+    written: dict[int, set[int]] = field(default_factory=dict)  # by module: inputs that it writes to
     segments: list[Learned] = field(default_factory=list)
     offloader: Offloader | None = None
     host_memory: int | None = None
     compilations: SharedCompilations | None = None
     inside_dear: int = 0
+    missed: set[str] | None = None  # outputs to which no forward came so far
 
     def expected(self, ordinal: int) -> Segment:
         """The segment that will probably end next."""
@@ -66,10 +71,27 @@ class Experience:
         listed = self.cuts.in_order()
         return listed[ordinal] if ordinal < len(listed) else TAIL
 
+    def missing(self) -> list[str]:
+        """Once, after the first forward: the outputs to which it did not come though they were named."""
+        if self.missed is not None:
+            return []
+        self.missed = self.cuts.expected - {learned.state.until for learned in self.segments}
+        return sorted(self.missed)
+
+    def written_by(self, module: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
+        """The inputs to which a module is known, or looks as if it were, to write."""
+        places = self.written.get(id(module))
+        if places is None:
+            return inputs if any(getattr(one, "inplace", False) is True for one in module.modules()) else []
+        return [tensor for place, tensor in enumerate(inputs) if place in places]
+
+    def note_written(self, module: nn.Module, places: set[int]) -> None:
+        """A module wrote to these of its inputs."""
+        self.written[id(module)] = self.written.get(id(module), set()) | places
+
     def __getstate__(self) -> dict[str, Any]:
         """A copy of a model learns anew: what is known here is about these very modules."""
-        options = None if self.compilations is None else self.compilations.fresh()
-        return {"cuts": self.cuts, "host_memory": self.host_memory, "compilations": options}
+        return {"cuts": self.cuts, "host_memory": self.host_memory, "compilations": self.compilations}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)
@@ -88,19 +110,27 @@ class Run:
         self.experience = experience
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.devices = ("cpu",) if self.device.type == "cpu" else ("cpu", self.device.type)
+        self.nested = 0  # calls of the model by itself
         self.depth = 0  # within modules that run as a whole
         self._is_busy = False
+        self._is_calling = False
         self.ordinal = -1
         self.is_first = not experience.segments
         self.seen: list[Learned] = []
         self.containers: list[tuple[str, dict[str, int]]] = []
-        self._kept = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
-        self._leaf: Any = None
+        # Held, so that their memory becomes nobody else's even if the model replaces them.
+        kept = [t for t in [*model.parameters(), *model.buffers()] if not is_lazy(t)]
+        self._kept = {pointer: t for t in kept if (pointer := pointer_of(t)) is not None}
+        self._readers: dict[int, list[tuple[Frame, weakref.ref[External]]]] = {}
+        self._to_be_written: set[int] = set()
+        self._leaf: Leaf | None = None
         self._outer = active_run()
         self.recorder = Recorder(self)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
         self._hooks.__enter__()
         self.recorder.__enter__()
+        if experience.compilations is not None:
+            experience.compilations.install(experience.cuts.leaves.values())
         _active.run = self
         self.frame = self._open()
 
@@ -111,7 +141,7 @@ class Run:
         state = self.experience.expected(self.ordinal)
         group = 0 if state.home == "device" else self.experience.for_device(self.device).new_group()
         frame = Frame(state.until, state, Tape(self.devices), self.device, group)
-        frame.is_kept = self.is_kept
+        frame.kept = self._kept
         frame.stops_early = self.experience.compilations is None
         return frame
 
@@ -120,26 +150,22 @@ class Run:
         frame = self.frame
         frame.name, expected, frame.state = segment.until, frame.state, segment
         learned = self._learned(segment)
-        written = {e.number for e in frame.tape.externals if not e.is_kept and _was_written(e)}
-        is_lost = bool(written - learned.written) or any(s is None for s in frame.snapshots)
-        learned.written |= written
         self.seen.append(learned)
-        # Counting takes its time, so it is done once.
-        size = frame.bytes_saved() if self.is_first else learned.size
-        learned.size = size
-        self._settle(frame, expected, is_lost)
+        if self.is_first:  # counting takes its time, so it is done once
+            learned.size = frame.bytes_saved()
+        self._settle(frame, expected)
         self.frame = self._open()
 
-    def _settle(self, frame: Frame, expected: Segment, is_lost: bool) -> None:
-        """Carry out what the segment's state says; what a repetition would need is lost if it was not foreseen."""
+    def _settle(self, frame: Frame, expected: Segment) -> None:
+        """Carry out what the segment's state says, if it can be repeated."""
         state = frame.state
         on_host = state.home == "host" and not self._is_last()
         offloader = self.experience.for_device(self.device) if on_host else None
-        if offloader is not None:
-            if expected.home == "device":
-                frame.group = offloader.new_group()
-            offloader.release_leaving(before=frame.group + 1)
-        if is_lost:
+        if offloader is not None and expected.home == "device":
+            frame.group = offloader.new_group()
+        if self.experience.offloader is not None:
+            self.experience.offloader.release_leaving()
+        if frame.is_lost or any(external.was_written() for external in frame.tape.externals):
             frame.keep()
         elif state.save == "everything" or (state.save == "dear" and self.experience.compilations is not None):
             frame.park_saved(offloader, at_once=self.is_first) if offloader else frame.keep()
@@ -163,22 +189,26 @@ class Run:
         _active.run = self._outer
         self._end_leaf()
         self.recorder.__exit__(None, None, None)
-        self.recorder.listener = None  # they know each other
         self._hooks.__exit__(None, None, None)
+        if self.experience.compilations is not None:
+            self.experience.compilations.uninstall(self.experience.cuts.leaves.values())
         self.frame.keep()
         if not failed:
             self.experience.segments = self.seen
+        # They know each other; without this they would live until the garbage is collected.
+        self.__dict__.clear()
 
     # What autograd saves -------------------------------------------------------------------------------------
 
     def is_kept(self, tensor: Tensor) -> bool:
         """Whether the tensor is, or lies in, a parameter or buffer, which live anyway."""
-        return tensor.untyped_storage().data_ptr() in self._kept
+        return pointer_of(tensor) in self._kept
 
     def pack(self, tensor: Tensor) -> Kept | Saved:
         """Autograd wants to save a tensor."""
-        if self.is_kept(tensor):
-            return Kept(tensor, tensor._version)
+        is_noted = self.depth > 0 or self._is_calling  # else by a torch.autograd.Function in a container: not on tape
+        if self.is_kept(tensor) or not is_noted:
+            return Kept(tensor.detach(), version_of(tensor))
         return self.frame.pack(tensor)
 
     @staticmethod
@@ -204,14 +234,27 @@ class Run:
         finally:
             self._is_busy = False
 
-    def begin_call(self, args: Any, kwargs: Any) -> Any:
-        """A function that may write to its inputs: those from outside are copied before."""
-        return self.frame.tape.note_inputs(args, kwargs, self._copied_external)
+    @contextmanager
+    def calling(self, args: Any, kwargs: Any, written: list[Tensor]) -> Iterator["Begun"]:
+        """A function is called inside that will write to these tensors."""
+        noted = None
+        if written or kwargs.get("generator") is not None:
+            noted = self._noted(args, kwargs, written)
+        begun = Begun(noted, written, len(self.frame.looks), self._saving())
+        self._is_calling = True
+        try:
+            with begun.saving or nullcontext():
+                yield begun
+        finally:
+            self._is_calling = False
 
-    def end_call(self, function: Callable[..., Any], args: Any, kwargs: Any, begun: Any, output: Any) -> None:
+    def called(self, function: Callable[..., Any], args: Any, kwargs: Any, output: Any, begun: "Begun") -> None:
         """A function gave or changed tensors."""
-        inputs, structure = begun or self.frame.tape.note_inputs(args, kwargs, self._external)
-        self.frame.tape.note_call(function, inputs, structure, output, Surroundings.now(self.devices))
+        tape, saves = self.frame.tape, range(begun.first, len(self.frame.looks))
+        noted = begun.noted or self._noted(args, kwargs, [])
+        call = tape.note_call(function, noted, output, Surroundings.now(self.devices), saves)
+        call.dear = begun.saving if begun.saving and begun.saving.saved else None
+        tape.note_written(begun.written)
         segment = self.experience.cuts.operations.get(self._operation(function))
         if segment is not None:
             self.cut(segment)
@@ -221,22 +264,51 @@ class Run:
         name, counts = self.containers[-1]
         return operation_name(name, function, counts)
 
-    def _external(self, tensor: Tensor, number: int) -> External:
-        known = self.experience.segments
-        learned = known[self.ordinal].written if self.ordinal < len(known) else set()
-        if number in learned and not self.is_kept(tensor):
-            return self._copied_external(tensor, number)
-        noted = External(number, tensor, tensor._version, tensor.requires_grad, self.is_kept(tensor))
-        if not noted.is_kept:
+    def _saving(self) -> dear.Saving | None:
+        """Notes the dear outputs of what runs inside, if the segment saves them."""
+        state = self.frame.state
+        if state.save != "dear" or self.experience.compilations is not None:
+            return None
+        return dear.Saving(_kinds(state), self.device, _where_dear(state, self.experience))
+
+    # What is read and written -------------------------------------------------------------------------------
+
+    def _noted(self, args: Any, kwargs: Any, written: list[Tensor]) -> tuple[list[Any], Structure]:
+        """The inputs of a call; of those that it will write to, whoever needs them again has a copy now."""
+        for pointer in {pointer for tensor in written if (pointer := pointer_of(tensor)) is not None}:
+            self._before_write(pointer)
+        self._to_be_written = {id(tensor) for tensor in written}
+        try:
+            return self.frame.tape.note_inputs(args, kwargs, self._external)
+        finally:
+            self._to_be_written = set()
+
+    def _before_write(self, pointer: int) -> None:
+        readers = [
+            (frame, external) for frame, ref in self._readers.get(pointer, ()) if (external := ref()) is not None
+        ]
+        for _, external in readers:
+            external.copy()
+        # Several copies of one memory do not see what is written to each other.
+        if sum(frame is self.frame for frame, _ in readers) > 1:
+            self.frame.is_lost = True
+        if self.experience.offloader is not None:
+            self.experience.offloader.finish(pointer)
+
+    def _external(self, tensor: Tensor) -> External:
+        noted = External(tensor, version_of(tensor), tensor.requires_grad, self.is_kept(tensor))
+        if not isinstance(tensor, nn.Parameter):
             noted.tensor = tensor.detach()  # itself it knows the graph, which may come to know the segment
+        if id(tensor) in self._to_be_written:
+            noted.copy()
+        elif not noted.is_kept:
             state = self.frame.state
             if state.home == "host" and state.save == "inputs" and not self.is_first and not self._is_last():
                 self.frame.park_input(noted, self.experience.for_device(self.device), at_once=False)
+        pointer = pointer_of(tensor)
+        if pointer is not None:
+            self._readers.setdefault(pointer, []).append((self.frame, weakref.ref(noted)))
         return noted
-
-    def _copied_external(self, tensor: Tensor, number: int) -> External:
-        copy = tensor.detach().clone()
-        return External(number, copy, copy._version, tensor.requires_grad, is_kept=False, is_written=True)
 
     # What runs as a whole -----------------------------------------------------------------------------------
 
@@ -245,23 +317,38 @@ class Run:
         self.depth += 1
         if self.depth > 1:
             return
-        inputs, structure = self.frame.tape.note_inputs(args, kwargs, self._external)
+        tensors = tensors_in((args, kwargs))
+        noted = self._noted(args, kwargs, self.experience.written_by(module, tensors))
         snapshot = self.experience.watch.before(module)
-        where = Surroundings.now(self.devices)
-        self._leaf = Leaf(self, module, inputs, structure, snapshot, where)
+        self._leaf = Leaf(self, module, tensors, noted, snapshot, Surroundings.now(self.devices))
 
-    def leave_leaf(self, module: nn.Module, output: Any) -> None:
-        """It ends."""
+    def leave_leaf(self, output: Any) -> None:
+        """It ends, be it by an error."""
         self.depth -= 1
         if self.depth > 0:
             return
         leaf = self._end_leaf()
-        if leaf is None:
+        if leaf is None or (output is None and sys.exc_info()[0] is not None):
+            self.frame.is_lost = True  # should the container go on after an error
             return
-        call = self.frame.tape.note_call(leaf.callee, leaf.inputs, leaf.structure, output, leaf.where)
+        saves = range(leaf.first, len(self.frame.looks))
+        call = self.frame.tape.note_call(leaf.callee, leaf.noted, output, leaf.where, saves)
         call.dear = leaf.saving
-        if leaf.snapshot is not None:
-            self.frame.snapshots.append(self.experience.watch.after(module, leaf.snapshot))
+        self.experience.note_written(leaf.module, leaf.written())
+        call.snapshot = self.experience.watch.after(leaf.snapshot)
+        self.frame.is_lost |= call.snapshot is None
+        for slot, copy in [] if call.snapshot is None else call.snapshot.copies:
+            self._give_copy(slot.tensor, copy)
+
+    def _give_copy(self, buffer: Tensor | None, copy: Tensor) -> None:
+        """A module changed a buffer; who read it before needs it as it was."""
+        pointer = None if buffer is None else pointer_of(buffer)
+        for _, reference in [] if pointer is None else self._readers.get(pointer, ()):
+            external = reference()
+            if external is not None and external.tensor is not None and not external.is_copy:
+                old = external.tensor
+                offset = old.storage_offset() - buffer.storage_offset()
+                external.replace(copy.as_strided(old.size(), old.stride(), offset).clone())
 
     def _end_leaf(self) -> "Leaf | None":
         leaf, self._leaf = self._leaf, None
@@ -270,15 +357,26 @@ class Run:
         return leaf
 
 
+class Begun(NamedTuple):
+    """A function of torch that a container calls, while it runs."""
+
+    noted: tuple[list[Any], Structure] | None
+    written: list[Tensor]
+    first: int  # number of the first tensor that is saved
+    saving: dear.Saving | None
+
+
 class Leaf:
     """A module that runs as a whole, while it runs."""
 
     def __init__(
-        self, run: Run, module: nn.Module, inputs: Any, structure: Any, snapshot: Snapshot | None, where: Surroundings
+        self, run: Run, module: nn.Module, tensors: list[Tensor], noted: Any, snapshot: Snapshot, where: Surroundings
     ) -> None:
-        self.module, self.inputs, self.structure, self.snapshot, self.where = module, inputs, structure, snapshot, where
+        self.module, self.noted, self.snapshot, self.where = module, noted, snapshot, where
+        self.tensors, self.versions = tensors, [version_of(tensor) for tensor in tensors]
+        self.first = len(run.frame.looks)
         self.callee: Callable[..., Any] = module
-        self.saving: dear.Saving | None = None
+        self.saving = run._saving()
         self._undo: list[Callable[[], None]] = []
         state, compilations = run.frame.state, run.experience.compilations
         if run.recorder.is_innermost:  # else it stays, and does not listen
@@ -286,11 +384,16 @@ class Leaf:
             self._undo.append(run.recorder.__enter__)
         if compilations is not None:
             self.callee = compilations.callee(module, state)
-            self._undo.append(compilations.enter(module, state))
-        elif state.save == "dear":
-            self.saving = dear.Saving(_kinds(state), run.device, _where_dear(state, run.experience))
+            saving = compilations.saving(state)
+            saving.__enter__()
+            self._undo.append(lambda: saving.__exit__(None, None, None))
+        elif self.saving is not None:
             self.saving.__enter__()
             self._undo.append(lambda: self.saving.__exit__(None, None, None))
+
+    def written(self) -> set[int]:
+        """Which of its inputs the module wrote to."""
+        return {i for i, (t, v) in enumerate(zip(self.tensors, self.versions, strict=True)) if version_of(t) != v}
 
     def leave(self) -> None:
         """Undo what was done for the module, last first."""
@@ -308,17 +411,10 @@ def operation_name(container: str, function: Callable[..., Any], counts: dict[st
 
 def _kinds(state: Segment) -> tuple[str, ...]:
     named = tuple(kind for kind in state.dear if kind in dear.KINDS)
-    return named or tuple(dear.KINDS)
+    return named or DEAR_KINDS
 
 
 def _where_dear(state: Segment, experience: Experience) -> Callable[[], bool]:
     if all(name in dear.KINDS for name in state.dear):
         return lambda: True
     return lambda: experience.inside_dear > 0
-
-
-def _was_written(external: External) -> bool:
-    if external.parked is not None:
-        source = external.parked.parked.source
-        return source is not None and source._version != external.parked.parked.version
-    return external.tensor is not None and not external.is_written and external.tensor._version != external.version

@@ -4,16 +4,27 @@ The tape is made anew in each forward, so shapes and control flow may change fre
 operations that a container does between its modules are noted one by one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-Fetch = Callable[["External"], Tensor]
+from fleetx.memory.structures import Structure, flatten, unflatten
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often the tensor was written to; -1 where torch does not count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def pointer_of(tensor: Tensor) -> int | None:
+    """Where the tensor's memory begins; None if it has none, or several as sparse ones have."""
+    if tensor.layout is not torch.strided:
+        return None
+    return tensor.untyped_storage().data_ptr() or None
 
 
 class Surroundings(NamedTuple):
@@ -42,17 +53,45 @@ class Made(NamedTuple):
     number: int
 
 
+class Drawn(NamedTuple):
+    """A generator of random numbers as it was."""
+
+    device: torch.device
+    state: Tensor
+
+    def again(self) -> torch.Generator:
+        """One that will draw the same numbers."""
+        return torch.Generator(self.device).set_state(self.state)
+
+
 @dataclass(eq=False)
 class External:
     """A tensor that a segment reads but did not make: it must be there when the segment is repeated."""
 
-    number: int
     tensor: Tensor | None
     version: int
     requires_grad: bool
     is_kept: bool  # a parameter or buffer, which lives anyway
-    is_written: bool = False  # the segment writes to it, so it must be copied before
+    is_copy: bool = False  # of one that was written to since
     parked: Any = None  # where it waits, if not here
+
+    def copy(self) -> None:
+        """Keep a copy, since the tensor will be written to."""
+        if self.tensor is None:
+            self.is_copy = True  # what waits elsewhere is one
+        elif not self.is_copy:
+            self.replace(self.tensor.detach().clone())
+
+    def replace(self, copy: Tensor) -> None:
+        """Keep this one, which has the values that the tensor had."""
+        self.tensor, self.version, self.is_copy = copy, version_of(copy), True
+
+    def was_written(self) -> bool:
+        """Whether somebody wrote to the tensor, and no copy was made before."""
+        if self.parked is not None:
+            source = self.parked.parked.source
+            return source is not None and version_of(source) != self.parked.parked.version
+        return self.tensor is not None and not self.is_copy and version_of(self.tensor) != self.version
 
 
 @dataclass(eq=False)
@@ -61,10 +100,12 @@ class Call:
 
     function: Callable[..., Any]
     inputs: list[Any]
-    structure: pytree.TreeSpec
+    structure: Structure
     outputs: list[tuple[int, int]]  # (place among the flat outputs, number)
     surroundings: Surroundings
+    saves: range  # numbers of the tensors that autograd saved meanwhile
     dear: Any = None  # outputs inside of the call that need not be computed again
+    snapshot: Any = None  # what the module held before
 
 
 @dataclass(eq=False)
@@ -78,93 +119,88 @@ class Tape:
     _made: int = 0
 
     def note_inputs(
-        self, args: Any, kwargs: Any, external: Callable[[Tensor, int], External]
-    ) -> tuple[list[Any], pytree.TreeSpec]:
+        self, args: Any, kwargs: Any, external: Callable[[Tensor], External]
+    ) -> tuple[list[Any], Structure]:
         """Where the tensors among the arguments come from; `external` notes one that was not made here."""
-        flat, structure = pytree.tree_flatten((args, kwargs))
-        return [self._place(value, external) if isinstance(value, Tensor) else value for value in flat], structure
+        flat, structure = flatten((args, kwargs))
+        return [self._place(value, external) for value in flat], structure
 
     def note_call(
         self,
         function: Callable[..., Any],
-        inputs: list[Any],
-        structure: pytree.TreeSpec,
+        noted: tuple[list[Any], Structure],
         output: Any,
         where: Surroundings,
+        saves: range,
     ) -> Call:
         """A call that has just given `output`."""
         numbers = []
-        for place, value in enumerate(pytree.tree_leaves(output)):
+        for place, value in enumerate(flatten(output)[0]):
             if isinstance(value, Tensor):
                 self._known[value] = (Made(self._made), value.requires_grad)
                 numbers.append((place, self._made))
                 self._made += 1
-        call = Call(function, inputs, structure, numbers, where)
+        call = Call(function, *noted, numbers, where, saves)
         self.calls.append(call)
         return call
 
-    def _place(self, tensor: Tensor, external: Callable[[Tensor, int], External]) -> Made | External:
-        known = self._known.get(tensor)
+    def note_written(self, tensors: Iterable[Tensor]) -> None:
+        """A call of the tape wrote to these; they may have come to require a gradient by that."""
+        for tensor in tensors:
+            for changed in (tensor, tensor._base):
+                known = None if changed is None else self._known.get(changed)
+                if known is not None:
+                    self._known[changed] = (known[0], changed.requires_grad)
+
+    def _place(self, value: Any, external: Callable[[Tensor], External]) -> Any:
+        if isinstance(value, torch.Generator):
+            return Drawn(value.device, value.get_state())
+        if not isinstance(value, Tensor):
+            return value
+        known = self._known.get(value)
         # A function of torch.autograd changes a tensor that its own operations made: then it is not theirs any more.
-        if known is not None and (isinstance(known[0], External) or known[1] == tensor.requires_grad):
+        if known is not None and (isinstance(known[0], External) or known[1] == value.requires_grad):
             return known[0]
-        noted = external(tensor, len(self.externals))
+        noted = external(value)
         self.externals.append(noted)
-        self._known[tensor] = (noted, tensor.requires_grad)
+        self._known[value] = (noted, value.requires_grad)
         return noted
 
-    def repeat(self, fetch: Fetch, around: Callable[[Call], Any], is_done: Callable[[], bool]) -> None:
+    def repeat(
+        self, fetch: Callable[[External], Tensor], around: Callable[[Call], Any], is_done: Callable[[], bool]
+    ) -> None:
         """Do all of it again, until `is_done`; `around` gives a context for each call."""
-        made: dict[int, Tensor] = {}
-        read: dict[int, Tensor] = {}
+        made: dict[Any, Tensor] = {}
 
         def value(place: Any) -> Any:
-            if isinstance(place, Made):
-                return made[place.number]
-            if isinstance(place, External):
-                if place.number not in read:
-                    read[place.number] = _as_input(place, fetch(place))
-                return read[place.number]
-            return place
+            if isinstance(place, External) and place not in made:
+                made[place] = fetch(place)
+            if isinstance(place, Made | External):
+                return made[place]
+            return place.again() if isinstance(place, Drawn) else place
 
-        last_use = _last_uses(self.calls)
+        last_uses = self._last_uses()
         for position, call in enumerate(self.calls):
-            args, kwargs = pytree.tree_unflatten([value(place) for place in call.inputs], call.structure)
+            args, kwargs = unflatten([value(place) for place in call.inputs], call.structure)
             call.surroundings.restore()
             with around(call):
                 output = call.function(*args, **kwargs)
             del args, kwargs
-            flat = pytree.tree_leaves(output)
-            made.update((number, flat[place]) for place, number in call.outputs)
+            flat, _ = flatten(output)
+            made.update((Made(number), flat[place]) for place, number in call.outputs)
             del output, flat
-            for number in last_use.get(position, ()):
-                made.pop(number, None)
+            for place in last_uses.get(position, ()):
+                made.pop(place, None)
             if is_done():
                 return
 
-
-def _last_uses(calls: list[Call]) -> dict[int, list[int]]:
-    """After which call each tensor can go."""
-    last: dict[int, int] = {}
-    for position, call in enumerate(calls):
-        for _, number in call.outputs:
-            last[number] = position
-        for place in call.inputs:
-            if isinstance(place, Made):
-                last[place.number] = position
-    uses: dict[int, list[int]] = {}
-    for number, position in last.items():
-        uses.setdefault(position, []).append(number)
-    return uses
-
-
-def _as_input(external: External, tensor: Tensor) -> Tensor:
-    """The tensor as the segment met it: with a gradient to come, but no past."""
-    if external.is_kept and isinstance(tensor, nn.Parameter):
-        return tensor
-    fresh = tensor.detach()
-    if external.requires_grad:
-        fresh.requires_grad_()
-    # What the segment writes to must be a copy, for another backward, and not a leaf, which may not be written.
-    with torch.enable_grad():
-        return fresh.clone() if external.is_written else fresh
+    def _last_uses(self) -> dict[int, list[Any]]:
+        """After which call each tensor can go."""
+        last: dict[Any, int] = {}
+        for position, call in enumerate(self.calls):
+            last.update((Made(number), position) for _, number in call.outputs)
+            last.update((place, position) for place in call.inputs if isinstance(place, Made | External))
+        uses: dict[int, list[Any]] = {}
+        for place, position in last.items():
+            uses.setdefault(position, []).append(place)
+        return uses

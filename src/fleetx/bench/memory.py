@@ -1,0 +1,205 @@
+"""Batch against speed: what recompute and offload cost, and how large a batch they let in.
+
+All rows of a model do the same arithmetic on the same data: bf16 autocast over fp32 weights, the attention mask, both
+losses, a fused optimizer. Rows run one after the other in one process, since most fill the memory; the reference is
+measured again at the end, so that a machine that slowed down is seen.
+"""
+
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fleetx import memory
+from fleetx.bench.train import Case, make, optimizer_for, placed, synthetic_batch
+from fleetx.memory import Segment
+
+GIB = 2**30
+Method = Literal["plain", "ours", "torch checkpoint", "torch budget"]
+ATTENTION_AND_NARROW = ("attention", "narrow_matmul")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to train with one batch."""
+
+    name: str
+    batch: int
+    method: Method = "plain"
+    segments: tuple[Segment, ...] = ()
+    compile: bool = True
+    low_precision: bool = True
+    cap: float | None = None  # GiB that the allocator may have
+    budget: float = 1.0  # of torch's activation memory budget
+
+
+def layers(count: int, *states: tuple[int, dict[str, Any]]) -> tuple[Segment, ...]:
+    """The encoder's layers with their states: (how many, state), from the first layer on."""
+    ways = itertools.chain.from_iterable([way] * number for number, way in states)
+    return tuple(Segment(f"bert.encoder.layer.{index}", **way) for index, way in zip(range(count), ways, strict=True))
+
+
+def measure(case: Case, row: Row, device: str, *, rounds: int = 5, warmup: int = 2) -> dict[str, Any]:
+    """Samples per second and peak memory of a row; or why it could not run."""
+    free()
+    if device == "cuda" and row.cap is not None:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(row.cap * GIB / total, 1.0))
+    try:
+        return _measure(case, row, device, rounds, warmup)
+    except torch.OutOfMemoryError as error:
+        return {"failed": str(error).splitlines()[0]}
+    finally:
+        if device == "cuda":
+            torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def _measure(case: Case, row: Row, device: str, rounds: int, warmup: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = placed(make(case), case, device)
+    optimizer = optimizer_for(case, model.parameters())
+    batch = synthetic_batch(case, device, row.batch)
+    applied = _prepare(model, row)
+    step = _stepper(model, optimizer, batch, row, device)
+    began = time.perf_counter()
+    with _budget(row):  # compiled when it first runs
+        for _ in range(warmup):
+            step()
+    ready = time.perf_counter() - began
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    before = applied.statistics() if applied else {}
+    seconds = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - began)
+    after = applied.statistics() if applied else {}
+    return {
+        "samples_per_s": row.batch / statistics.median(seconds),
+        "seconds": seconds,
+        "seconds_to_be_ready": ready,
+        **_peak(device),
+        **_moved(before, after, rounds),
+    }
+
+
+def _stepper(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor], row: Row, device: str
+) -> Callable[[], None]:
+    def step() -> None:
+        optimizer.zero_grad()
+        with torch.autocast(device, dtype=torch.bfloat16) if row.low_precision else nullcontext():
+            losses = model(**batch)
+        sum(losses.values()).backward()
+        optimizer.step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    return step
+
+
+def _prepare(model: nn.Module, row: Row) -> memory.Applied | None:
+    """Put the row's method on the model."""
+    if row.method == "ours":
+        return memory.apply(model, row.segments, compile=row.compile)
+    for name in [segment.until for segment in row.segments]:
+        layer = model.get_submodule(name)
+        if row.compile:
+            layer.compile()
+        if row.method == "torch checkpoint":
+            layer.forward = _checkpointed(layer)
+    if not row.segments and row.compile:
+        model.compile()
+    return None
+
+
+def _checkpointed(layer: nn.Module) -> Callable[..., Any]:
+    """What a user of torch.utils.checkpoint writes around a compiled layer."""
+    run = torch.compile(type(layer).forward)
+    layer._compiled_call_impl = None
+    return lambda *args: checkpoint(run, layer, *args, use_reentrant=False)
+
+
+def _budget(row: Row) -> Any:
+    from torch._functorch import config
+
+    return config.patch(activation_memory_budget=row.budget)
+
+
+def _peak(device: str) -> dict[str, float]:
+    if device != "cuda":
+        return {}
+    return {
+        "peak_gib": torch.cuda.max_memory_allocated() / GIB,
+        "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
+    }
+
+
+def _moved(before: dict[str, Any], after: dict[str, Any], rounds: int) -> dict[str, float]:
+    if not after.get("bytes_to_host"):
+        return {}
+    return {
+        "gib_to_host": (after["bytes_to_host"] - before["bytes_to_host"]) / rounds / GIB,
+        "exposed_ms": (after["exposed_ms"] - before["exposed_ms"]) / rounds,
+        "host_reserved_gib": after["host_reserved"] / GIB,
+        "host_peak_gib": after["host_peak"] / GIB,
+    }
+
+
+def free() -> None:
+    """Give back what the last row held, compiled code included."""
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def bert_rows(count: int = 24, scale: float = 1.0) -> list[Row]:
+    """The rows for BERT-large; `scale` makes batches smaller, to try the script on a small machine."""
+
+    def size(batch: int) -> int:
+        return max(1, round(batch * scale))
+
+    keep, again = {"save": "everything"}, {"save": "inputs"}
+    away = {"save": "inputs", "home": "host"}
+    dear = {"save": "dear", "dear": ATTENTION_AND_NARROW}
+    all_kept, all_again, all_away = (
+        layers(count, (count, keep)),
+        layers(count, (count, again)),
+        layers(count, (count, away)),
+    )
+    kept = max(1, count * 7 // 24)
+    mixed = layers(count, (count - kept, dear), (kept, keep))
+    guide = {"compile": False, "cap": 32.0}
+    return [
+        Row("guide: fp32", size(14), low_precision=False, **guide),
+        Row("guide: fp32, recompute", size(130), "ours", all_again, low_precision=False, **guide),
+        Row("guide: recompute, mixed precision", size(145), "ours", all_again, **guide),
+        Row("plain, compiled as a whole", size(64)),
+        *(Row("plain, compiled layers", size(n), "ours", all_kept) for n in (64, 130, 192)),
+        *(Row("torch checkpoint", size(n), "torch checkpoint", all_kept) for n in (64, 192)),
+        *(Row("recompute", size(n), "ours", all_again) for n in (64, 192)),
+        Row("recompute, offload", size(192), "ours", all_away),
+        *(Row(f"torch budget {b}", size(64), "torch budget", all_kept, budget=b) for b in (0.5, 0.3, 0.2)),
+        Row("dear saved", size(64), "ours", layers(count, (count, dear))),
+        Row(f"{kept} layers kept, dear saved", size(130), "ours", mixed, cap=32.0),
+        Row("recompute, offload", size(1200), "ours", all_away, cap=32.0),
+        Row("plain, compiled layers, again", size(64), "ours", all_kept),
+    ]
+
+
+def summarise(rows: Sequence[Row], figures: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One entry for each row: what it was, and what came out."""
+    return [
+        {"name": row.name, "batch": row.batch, "cap_gib": row.cap, "method": row.method, **figure}
+        for row, figure in zip(rows, figures, strict=True)
+    ]
