@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleetx import amp, slicing
-from fleetx.fleet import checks
+from fleetx.fleet import checks, oom
 from fleetx.fleet.model import distributed_model, is_prepared
 from fleetx.fleet.optimizer import DistributedOptimizer, distributed_optimizer
 from fleetx.numbers import Number
@@ -83,7 +83,6 @@ class Step:
         self._compute = compute
         self._items = items
         self._engine = optimizer.engine
-        self._is_first = True
         if items is not None and not self._engine.average:
             raise ValueError(checks.ITEMS_OR_SUM)
 
@@ -109,6 +108,8 @@ class Step:
                 ends = index == len(micro_batches) - 1
                 self._engine.merge(weighted, Weighing("sum"), weight=1, ends=ends)
         except BaseException as error:
+            samples = slicing.batch_size(micro_batches[0])
+            oom.explain(error, self._engine.updater.parameters(), self.optimizer, self.strategy, samples)
             if self._engine.window.held:  # else the window has given up by itself
                 self._engine.window.fail(error)
             raise
@@ -116,13 +117,12 @@ class Step:
 
     def _cut(self, batch: Batch) -> list[Batch]:
         k_steps, size = self._engine.k_steps, slicing.batch_size(batch)
-        if self._is_first and size < k_steps:
+        if self._engine.is_first and size < k_steps:
             raise ValueError(
                 f"gradient_merge_configs.k_steps is {k_steps}, but the first batch has only {size} samples: "
                 f"it cannot be cut into {k_steps} micro-batches. Lower k_steps or raise the batch size. "
                 "(Only a later, shorter batch may have fewer.)"
             )
-        self._is_first = False
         return slicing.split(batch, k_steps)
 
     def _count(self, micro: Batch) -> Counts:

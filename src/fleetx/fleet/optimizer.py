@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from fleetx.amp import LossScaler, low_dtype
 from fleetx.comm import world
 from fleetx.comm.reducer import ReducerSettings
-from fleetx.fleet import checks
+from fleetx.fleet import checks, oom
 from fleetx.fleet.model import require_joined, runnable
 from fleetx.nonfinite import NonFiniteWatch
 from fleetx.notices import tell_once
@@ -150,7 +150,11 @@ class DistributedOptimizer(Optimizer):
             items = checks.as_count(items)
             self._require_items_possible()
         self.require_alone()
-        return self.engine.minimize(loss, items, retain_graph)
+        try:
+            return self.engine.minimize(loss, items, retain_graph)
+        except torch.OutOfMemoryError as error:
+            oom.explain(error, self.engine.updater.parameters(), self, self.strategy)
+            raise
 
     def flush(self) -> Outcome | None:
         """Update with what a short last window holds, averaged by that; None if it holds nothing on any worker.
@@ -201,14 +205,18 @@ class DistributedOptimizer(Optimizer):
 
         A window in progress holds this worker's own gradients: then every worker saves its own.
         """
+        return self.state_in_use(copy=True)
+
+    def state_in_use(self, copy: bool = False) -> dict[str, Any]:
+        """The same, with tensors that are still in use: for who copies them to the host at once."""
         engine = self.engine
         masters, scaler, scheduler = engine.updater.masters, engine.scaler, engine.updater.scheduler
         return self.inner.state_dict() | {
             "fleetx": {
                 "k_steps": engine.k_steps,
-                "window": engine.window.state_dict(),
+                "window": engine.window.state_dict(copy),
                 "watch": engine.watch.state_dict(),
-                "masters": masters.state_dict() if masters else None,
+                "masters": masters.state_dict(copy) if masters else None,
                 "scaler": scaler.state_dict() if scaler else None,
                 "scheduler": scheduler.state_dict() if scheduler else None,
             }
@@ -251,6 +259,7 @@ class DistributedOptimizer(Optimizer):
             engine.updater.load_schedule(ours["scheduler"])
         engine.watch.load_state_dict(ours["watch"])
         engine.window.load_state_dict(ours["window"])
+        engine.is_first = False
 
     def _require_items_possible(self) -> None:
         if not self.engine.average:

@@ -1,0 +1,79 @@
+"""What an out-of-memory error should say: what was resident, and which settings would help, with figures."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fleetx.strategy import DistributedStrategy
+from fleetx.units import format_bytes
+
+_EXPLAINED = "_explained_by_fleetx"
+
+
+def explain(
+    error: BaseException,
+    parameters: Iterable[Tensor],
+    optimizer: Optimizer,
+    strategy: DistributedStrategy,
+    samples: int | None = None,
+) -> None:
+    """Add a note to an out-of-memory error; other errors are left alone."""
+    if not isinstance(error, torch.OutOfMemoryError) or hasattr(error, _EXPLAINED):
+        return
+    setattr(error, _EXPLAINED, True)
+    parameters = list(parameters)
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    resident = {
+        "parameters": _bytes(parameters),
+        # Those of a window that failed are gone already.
+        "gradients, when all are there": sum(
+            p.numel() * max(p.element_size(), 4) for p in parameters if p.requires_grad
+        ),
+        "optimizer state": _bytes(_tensors(optimizer.state)),
+    }
+    on_gpu = bool(parameters) and parameters[0].is_cuda
+    peak = torch.cuda.max_memory_allocated(parameters[0].device) if on_gpu else 0
+    activations = max(peak - sum(resident.values()), 0)
+    if on_gpu:
+        resident["activations, checkpoints and temporaries at the peak"] = activations
+    lines = [
+        "FleetX: memory ran out" + (f" with a micro-batch of {samples} samples" if samples else "") + ".",
+        *(f"  {kind}: {format_bytes(size)}" for kind, size in resident.items()),
+        *(f"  {advice}" for advice in _advice(strategy, activations, samples)),
+    ]
+    error.add_note("\n".join(lines))
+
+
+def _advice(strategy: DistributedStrategy, activations: int, samples: int | None) -> Iterable[str]:
+    """Settings that would lower the peak, those that cost least first."""
+    half = f", about {format_bytes(activations // 2)} less" if activations else ""
+    if samples is None or samples > 1:
+        k_steps = strategy.gradient_merge_configs.k_steps if strategy.gradient_merge else 1
+        yield f"try gradient_merge with k_steps = {2 * k_steps}: micro-batches of half the size{half}, same update"
+    if not strategy.amp:
+        yield f"try amp with dtype 'bfloat16': activations of half the size{half}"
+    if not strategy.recompute:
+        yield "try recompute with checkpoints = ['...'] or 'auto': of each segment only its inputs are kept"
+    elif not strategy.recompute_configs.enable_offload:
+        yield "try recompute_configs.enable_offload = True: checkpoints wait in host memory"
+    else:
+        yield "try more checkpoints: the largest segment must fit while it is computed again"
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def _tensors(values: Any) -> Iterable[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, dict):
+        for value in values.values():
+            yield from _tensors(value)
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _tensors(value)

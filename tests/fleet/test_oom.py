@@ -1,0 +1,86 @@
+"""An out-of-memory error says what was resident and what would help; the next step works."""
+
+import pytest
+import torch
+from torch import nn
+
+import fleetx as X
+from fleetx import fleet
+
+
+class Greedy(nn.Module):
+    """Runs out of memory when it is told to."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 2)
+        self.where = where
+
+    def forward(self, x):
+        hidden = self.first(x)
+        if self.where == "forward":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+        if self.where == "backward":
+            hidden.register_hook(self.fail)
+        return self.second(hidden)
+
+    def fail(self, _gradient):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+
+def batch(size=8):
+    return torch.ones(size, 4), torch.zeros(size, dtype=torch.long)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_step_explains_and_goes_on(where):
+    model = Greedy(None)
+    strategy = fleet.DistributedStrategy(gradient_merge=True, gradient_merge_configs={"k_steps": 2})
+    step = X.Step(model, torch.optim.Adam(model.parameters()), nn.functional.cross_entropy, strategy)
+    step(batch())
+    model.where = where
+    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 20.00 GiB") as caught:
+        step(batch())
+    note = "\n".join(caught.value.__notes__)
+    assert "with a micro-batch of 4 samples" in note
+    assert "parameters: 120 B" in note
+    assert "gradients, when all are there: 120 B" in note
+    assert "optimizer state: " in note
+    assert "k_steps = 4" in note
+    assert "recompute" in note
+    assert note.count("memory ran out") == 1
+    model.where = None
+    assert step(batch()).updated
+
+
+def test_minimize_explains_too():
+    model = Greedy("backward")
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(fleet.distributed_model(model).parameters(), lr=0.1))
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        optimizer.minimize(model(batch()[0]).sum())
+    assert any("memory ran out" in note for note in caught.value.__notes__)
+
+
+def test_what_is_on_already_is_not_advised():
+    model = Greedy("forward")
+    strategy = fleet.DistributedStrategy(
+        recompute=True,
+        recompute_configs={"checkpoints": ["first"]},
+        amp=True,
+        amp_configs={"dtype": "bfloat16"},
+    )
+    step = X.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.cross_entropy, strategy)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        step(batch())
+    note = "\n".join(caught.value.__notes__)
+    assert "enable_offload = True" in note
+    assert "try amp" not in note
+
+
+def test_other_errors_are_left_alone():
+    model = Greedy(None)
+    step = X.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.cross_entropy)
+    with pytest.raises(RuntimeError) as caught:
+        step((torch.ones(4, 3), torch.zeros(4, dtype=torch.long)))
+    assert not any("memory ran out" in note for note in getattr(caught.value, "__notes__", []))
