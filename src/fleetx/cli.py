@@ -5,8 +5,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -130,14 +131,16 @@ def bench_train(
     import torch
 
     from fleetx.bench import train
-    from fleetx.bench.results import save_result
+    from fleetx.bench.results import cases_so_far, save_result
 
     if not torch.cuda.is_available():
         raise typer.BadParameter("fleetx bench train needs a GPU, and this machine has none.")
-    cases, path = {}, out / "train.json"
+    path = out / "train.json"
+    cases = cases_so_far(path)
     for case in train.H200_CASES:
         if only is None or only in case.name:
-            cases[case.name] = train.measure(case)
+            taken = datetime.now(UTC).isoformat(timespec="seconds")
+            cases[case.name] = {"taken": taken, **train.measure(case)}
             # Saved after each case, so that an interrupted run keeps what it has.
             path = save_result("train", {"what": train.WHAT, "cases": cases}, out)
             train.free()
@@ -149,12 +152,95 @@ def bench_train(
     _show(train.WHAT, ("model", "samples/s", "ours is"), rows, path)
 
 
+@bench.command("loading")
+def bench_loading(
+    out: Annotated[Path, typer.Option(help="Where results are saved.")] = RESULTS,
+    processes: Annotated[int, typer.Option(min=1, help="Fresh processes to measure in; the median counts.")] = 5,
+) -> None:
+    """Loading images and text, against plain PyTorch loaders."""
+    from fleetx.bench import loading
+    from fleetx.bench.results import save_result
+
+    command = [sys.executable, "-m", "fleetx.bench.loading"]
+    runs = [json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout) for _ in range(processes)]
+    figures = loading.summarise(runs)
+    path = save_result("loading", figures, out)
+    rows = [
+        (f"{case}: {name}", f"{speed:,.0f}", _times(result["speed_of_ours"].get(name)))
+        for case, result in figures["cases"].items()
+        for name, speed in result["samples_per_s"].items()
+    ]
+    _show(figures["what"], ("loader", "samples/s", "ours is"), rows, path)
+
+
+@bench.command("optim")
+def bench_optim(
+    out: Annotated[Path, typer.Option(help="Where results are saved.")] = RESULTS,
+    tiny: Annotated[bool, typer.Option(help="Small models, for a look at the command on any machine.")] = False,
+    sweep: Annotated[bool, typer.Option(help="Try several block sizes of our kernels instead.")] = False,
+) -> None:
+    """One step of LARS and LAMB, against torch's fused SGD and AdamW."""
+    import torch
+
+    from fleetx.bench import optim
+    from fleetx.bench.results import save_result
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and not tiny:
+        raise typer.BadParameter("fleetx bench optim needs a GPU, and this machine has none: add --tiny.")
+    cases = optim.TINY_CASES if tiny else optim.CASES
+    if sweep:
+        print(json.dumps({case.name: optim.sweep(case, device) for case in cases}, indent=2))
+        return
+    figures = {case.name: optim.measure(case, device) for case in cases}
+    path = save_result("optim", {"what": optim.WHAT, "cases": figures}, out)
+    optim.draw(figures, out)
+    _show(optim.WHAT, ("step", "ms", "of the peer", "host, ms"), optim.rows(figures), path)
+
+
+@bench.command("memory")
+def bench_memory(
+    out: Annotated[Path, typer.Option(help="Where results are saved.")] = RESULTS,
+    only: Annotated[str | None, typer.Option(help="Only rows whose name contains this.")] = None,
+) -> None:
+    """Batch against speed on a GPU: recompute and offload beside plain training and torch's own ways."""
+    import torch
+
+    from fleetx.bench import memory
+    from fleetx.bench.results import save_result
+    from fleetx.report.batches import draw_batches
+
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("fleetx bench memory needs a GPU, and this machine has none.")
+    chosen = [entry for entry in memory.all_rows() if only is None or only in entry[1].name]
+    results: list[dict[str, Any]] = []
+    path = out / "memory.json"
+    for case, row in chosen:
+        results.append(memory.described(case, row, memory.measure(case, row, "cuda")))
+        # Saved after each row, so that an interrupted run keeps what it has.
+        path = save_result("memory", {"what": memory.WHAT, "rows": results}, out)
+    draw_batches(results, out / "memory.png")
+    rows = [
+        (f"{r['model']}: {r['name']}", str(r["batch"]), _figure(r.get("samples_per_s")), _figure(r.get("peak_gib")))
+        for r in results
+    ]
+    _show(memory.WHAT, ("way", "batch", "samples/s", "peak GiB"), rows, path)
+
+
+def _figure(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.1f}"
+
+
 def _ms(value: float | None) -> str:
     return "" if value is None else f"{value:+.2f}"
 
 
 def _percent(share: float | None) -> str:
     return "" if share is None else f"{share:+.1%}"
+
+
+def _times(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.3f}×"
 
 
 def _show(title: str, heads: tuple[str, ...], rows: Sequence[tuple[str, ...]], path: Path) -> None:

@@ -4,46 +4,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 from fleetx import fleet, static
-from tests import plain
-
-
-class Classifier(nn.Module):
-    """Takes its labels and returns its loss."""
-
-    def __init__(self, seed=0):
-        super().__init__()
-        self.net = plain.make_net(seed)
-        self.scale = nn.Parameter(torch.full((1,), 2.0, dtype=torch.float64))
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, images, labels):
-        return {"loss": functional.cross_entropy(self.net(images) * self.scale, labels)}
-
-
-def feeds(n=8, size=6):
-    generator = torch.Generator().manual_seed(0)
-    return [
-        {
-            "images": torch.randn(size, 6, generator=generator, dtype=torch.float64).numpy(),
-            "labels": torch.randint(0, 3, (size,), generator=generator).numpy(),
-        }
-        for _ in range(n)
-    ]
-
-
-def merging(k_steps=4):
-    return fleet.DistributedStrategy(gradient_merge=True, gradient_merge_configs={"k_steps": k_steps})
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-def program(model=None, compile=False, **options):
-    return static.Program(model or Classifier(), sgd, merging(), compile=compile, **options)
+from tests.static.making import Classifier, feeds, merging, program, sgd, tensors
 
 
 def by_minimize(strategy=None, count=8, clip_norm=None):
@@ -51,7 +14,7 @@ def by_minimize(strategy=None, count=8, clip_norm=None):
     model = fleet.distributed_model(Classifier(), strategy)
     optimizer = fleet.distributed_optimizer(sgd(model.parameters()), strategy, clip_norm=clip_norm)
     for feed in feeds(count):
-        optimizer.minimize(model(**{name: torch.as_tensor(value) for name, value in feed.items()})["loss"])
+        optimizer.minimize(model(**tensors(feed))["loss"])
     return model
 
 
@@ -74,11 +37,11 @@ def test_everything_is_fetched_by_name():
         assert (gradient is None) == (number < 3)
         assert (scale is None) == (number < 3)
     reference = Classifier()
-    tensors = [{name: torch.as_tensor(value) for name, value in feed.items()} for feed in feeds(4)]
-    (sum(reference(**feed)["loss"] for feed in tensors) / 4).backward()
+    batches = [tensors(feed) for feed in feeds(4)]
+    (sum(reference(**batch)["loss"] for batch in batches) / 4).backward()
     np.testing.assert_allclose(gradient, reference.net.head.weight.grad.numpy(), rtol=1e-12)
     np.testing.assert_allclose(scale, reference.scale.grad.numpy(), rtol=1e-12)
-    np.testing.assert_allclose(output, reference.net.first(reference.net.frozen(tensors[3]["images"])).detach().numpy())
+    np.testing.assert_allclose(output, reference.net.first(reference.net.frozen(batches[3]["images"])).detach().numpy())
 
 
 def test_a_fetched_gradient_is_neither_scaled_nor_clipped():
@@ -89,12 +52,6 @@ def test_a_fetched_gradient_is_neither_scaled_nor_clipped():
     for feed in feeds(4):
         (expected,) = exe.run(unclipped, feed, ["net.head.weight@GRAD"])
     np.testing.assert_allclose(gradient, expected, rtol=1e-12)
-
-
-def test_tensors_on_request():
-    main = program()
-    (loss,) = static.Executor().run(main, feeds(1)[0], ["loss"], return_numpy=False)
-    assert isinstance(loss, torch.Tensor)
 
 
 def test_a_test_program_leaves_the_weights_alone():
@@ -159,19 +116,6 @@ def test_default_programs():
     static.reset_default_programs()
 
 
-@pytest.mark.parametrize(
-    ("feed", "fetch", "error", "message"),
-    [
-        ({"image": 1}, [], ValueError, "no input 'image', do you mean 'images'.*images, labels"),
-        ({}, ["net.haed.weight"], ValueError, r"nothing is called 'net.haed.weight' \(near: net.head.weight"),
-        ({}, [3], TypeError, "names or objects with .name, not a int"),
-    ],
-)
-def test_unknown_names_are_rejected_with_near_ones(feed, fetch, error, message):
-    with pytest.raises(error, match=message):
-        static.Executor().run(program(), feed, fetch)
-
-
 def test_places():
     assert static.CPUPlace().device == torch.device("cpu")
     if not torch.cuda.is_available():
@@ -179,31 +123,6 @@ def test_places():
             static.CUDAPlace(0)
         with pytest.raises(ValueError, match="has 0 GPUs"):
             static.CUDAPlace(-1)
-
-
-def test_compiled_like_the_compiled_plain_step():
-    """A compilation for each set of fetched outputs, one more for other batch sizes, and none after that."""
-    main, exe = program(compile=True), static.Executor()
-    counted = []
-    for size in (6, 4, 5, 3):
-        for feed in feeds(4, size):
-            exe.run(main, feed, ["loss"])
-        counted.append(exe.compilations(main))
-    # The forward, and the update without and with momentum; then the forward for any size.
-    assert counted == [2, 4, 4, 4]
-    (output,) = exe.run(main, feeds(1)[0], ["net.first"])
-    assert output.shape == (6, 10)
-    assert exe.compilations(main) == 5
-
-    reference = fleet.distributed_model(Classifier(), strategy := merging())
-    optimizer = fleet.distributed_optimizer(sgd(reference.parameters()), strategy)
-    compiled = torch.compile(reference.forward)
-    for size in (6, 4, 5, 3):
-        for feed in feeds(4, size):
-            loss = compiled(**{name: torch.as_tensor(value) for name, value in feed.items()})["loss"]
-            optimizer.minimize(loss)
-    for ours, theirs in zip(main.model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
 def test_a_parameter_without_dimensions_is_updated_eagerly():

@@ -23,6 +23,11 @@ from fleetx.bench.train import Case, make, optimizer_for, placed, synthetic_batc
 from fleetx.memory import Segment
 
 GIB = 2**30
+WHAT = (
+    "One training update in bf16 autocast over fp32 weights (the guide's first rows: fp32) with a fused optimizer; "
+    "BERT-large at sequence 512 with mask and both losses; ResNet-50 at 224 pixels, channels last; capped: the "
+    "allocator may take that much"
+)
 Method = Literal["plain", "ours", "torch checkpoint", "torch budget"]
 ATTENTION_AND_NARROW = ("attention", "narrow_matmul")
 
@@ -197,9 +202,52 @@ def bert_rows(count: int = 24, scale: float = 1.0) -> list[Row]:
     ]
 
 
-def summarise(rows: Sequence[Row], figures: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One entry for each row: what it was, and what came out."""
+def resnet_rows(scale: float = 1.0) -> list[Row]:
+    """The rows for ResNet-50: blocks computed again, the large ones' inputs on the host."""
+
+    def size(batch: int) -> int:
+        return max(1, round(batch * scale))
+
+    blocks = _resnet_blocks()
+    again = tuple(Segment(name) for name in blocks)
+    # The last blocks' inputs are small and needed soon: they stay.
+    away = tuple(Segment(name, home="host" if name.startswith(("layer1", "layer2")) else "device") for name in blocks)
     return [
-        {"name": row.name, "batch": row.batch, "cap_gib": row.cap, "method": row.method, **figure}
-        for row, figure in zip(rows, figures, strict=True)
+        Row("plain, compiled as a whole", size(1024)),
+        Row("recompute", size(1024), "ours", again),
+        Row("recompute", size(1800), "ours", again, cap=32.0),
+        Row("recompute, offload", size(3000), "ours", away, cap=32.0),
     ]
+
+
+def _resnet_blocks() -> list[str]:
+    with torch.device("meta"):
+        return make(Case("resnet50", 1)).checkpoints
+
+
+def all_rows() -> list[tuple[Case, Row]]:
+    """Everything that is measured on a GPU."""
+    bert, resnet = Case("bert_large", 64), Case("resnet50", 1024)
+    return [(bert, row) for row in bert_rows()] + [(resnet, row) for row in resnet_rows()]
+
+
+def described(case: Case, row: Row, figures: dict[str, Any]) -> dict[str, Any]:
+    """What a row was, and what came out."""
+    return {
+        "model": case.model,
+        "name": row.name,
+        "batch": row.batch,
+        "cap_gib": row.cap,
+        "method": row.method,
+        "states": _folded(row.segments) if row.method == "ours" else [],
+        **figures,
+    }
+
+
+def _folded(segments: Sequence[Segment]) -> list[str]:
+    """The states of segments, equal neighbours in one line."""
+    lines = []
+    for state, group in itertools.groupby(segments, key=lambda s: (s.save, s.home, s.dear if s.save == "dear" else ())):
+        names = [segment.until for segment in group]
+        lines.append(f"{names[0]} … {names[-1]}: {state[0]} {'+'.join(state[2])} on the {state[1]}".replace("  ", " "))
+    return lines

@@ -17,6 +17,7 @@ from fleetx.memory.names import find_cuts
 from fleetx.memory.recording import Recorder
 from fleetx.memory.running import Experience, Run, active_run, operation_name
 from fleetx.memory.states import Home, Save, Segment
+from fleetx.units import parse_bytes
 
 
 def apply(
@@ -25,15 +26,15 @@ def apply(
     *,
     save: Save = "inputs",
     home: Home = "device",
-    host_memory: int | None = None,
+    host_memory: int | str | None = None,
     compile: bool = False,
     **compile_options: Any,
 ) -> "Applied":
     """Cut the model's forward at these outputs, and save of each segment what is asked for.
 
     A name stands for a `Segment` with the given `save` and `home`. What runs after the last cut stays as it is.
-    `host_memory` limits the bytes on the host; `compile` compiles modules between the cuts, one compilation for all
-    that are alike. `remove()` of what is returned takes everything off again.
+    `host_memory` ("20GiB") limits the bytes on the host; `compile` compiles modules between the cuts, one compilation
+    for all that are alike. `remove()` of what is returned takes everything off again.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
     >>> applied = apply(model, ["1", "3"])
@@ -48,15 +49,12 @@ def apply(
     if not wanted:
         raise ValueError("recompute needs at least one output where the model is cut, got none: name modules.")
     _require_unwrapped(model)
-    experience = Experience(find_cuts(model, wanted), host_memory=host_memory)
+    limit = None if host_memory is None else parse_bytes(host_memory)
+    experience = Experience(find_cuts(model, wanted), host_memory=limit)
+    applied = Applied(model, experience)
     if compile:
-        if experience.cuts.dear:
-            raise ValueError(
-                f"compiled segments know dear operations by kind only ({', '.join(KINDS)}), not by modules, got "
-                f"{', '.join(experience.cuts.dear)}. Name kinds, or leave out compile."
-            )
-        experience.compilations = SharedCompilations(**compile_options)
-    return Applied(model, experience).install()
+        applied.compile(**compile_options)
+    return applied.install()
 
 
 class Applied:
@@ -73,6 +71,17 @@ class Applied:
                 for key in [key for key, hook in hooks.items() if self._is_ours(hook)]:
                     del hooks[key]
                     _forget_options(module, key)
+
+    def compile(self, **options: Any) -> SharedCompilations:
+        """From now on compile the modules between the cuts; `options` are torch.compile's."""
+        if self.experience.cuts.dear:
+            raise ValueError(
+                f"compiled segments know dear operations by kind only ({', '.join(KINDS)}), not by modules, got "
+                f"{', '.join(self.experience.cuts.dear)}. Name kinds, or leave out compile."
+            )
+        if self.experience.compilations is None:
+            self.experience.compilations = SharedCompilations(**options)
+        return self.experience.compilations
 
     def cut_modules(self) -> list[str]:
         """The names of the modules whose outputs end segments."""
@@ -156,7 +165,7 @@ class Entering(_Hook):
 class Leaving(_Hook):
     """A module ends, be it by an error."""
 
-    def __call__(self, module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+    def __call__(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
         """See the class."""
         if self.kind == "dear":
             self.experience.inside_dear -= 1
@@ -236,7 +245,8 @@ def _is_under_way(module: nn.Module) -> bool:
 
 def _put_in_order(module: nn.Module) -> None:
     """Others may have hooked the module since: what they do must come after our beginning and before our end."""
-    for hooks, last in ((module._forward_pre_hooks, False), (module._forward_hooks, True)):
+    ordered: list[tuple[Any, bool]] = [(module._forward_pre_hooks, False), (module._forward_hooks, True)]
+    for hooks, last in ordered:
         ours = [key for key, hook in hooks.items() if isinstance(hook, _Hook)]
         keys = list(hooks)
         if ours != (keys[len(keys) - len(ours) :] if last else keys[: len(ours)]):
@@ -277,10 +287,10 @@ def outputs(model: nn.Module, *args: Any, **kwargs: Any) -> list[str]:
         def is_listening(self) -> bool:
             return bool(stack)
 
-        def calling(self, *_: Any) -> AbstractContextManager[None]:
+        def calling(self, args: Any, kwargs: Any, written: Any) -> AbstractContextManager[None]:  # noqa: ARG002
             return nullcontext()
 
-        def called(self, function: Any, *_: Any) -> None:
+        def called(self, function: Any, args: Any, kwargs: Any, output: Any, begun: Any) -> None:  # noqa: ARG002
             found.append(operation_name(stack[-1][0], function, stack[-1][1]))
 
     handles = []
@@ -294,8 +304,9 @@ def outputs(model: nn.Module, *args: Any, **kwargs: Any) -> list[str]:
 
         handles.append(module.register_forward_hook(leave, always_call=True))
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    present = randomness.state(device)
     try:
-        with Watch().before(model).restored(), randomness.replaying(randomness.state(device), device):
+        with Watch().before(model).restored(), randomness.replaying(present, device):  # noqa: SIM117
             with Recorder(Listing()), torch.no_grad():
                 model(*args, **kwargs)
     finally:

@@ -21,15 +21,33 @@ _VALUES = (bool, int, float, complex, str, type(None), torch.Generator)
 
 
 class Slot(NamedTuple):
-    """Where a module keeps a buffer."""
+    """Where a module keeps a parameter or a buffer."""
 
     owner: nn.Module
+    kind: str  # _parameters or _buffers
     name: str
 
     @property
     def tensor(self) -> Tensor | None:
         """What is there now."""
-        return self.owner._buffers[self.name]
+        return vars(self.owner)[self.kind].get(self.name)
+
+    def put(self, tensor: Tensor | None) -> None:
+        """From now on it is this."""
+        vars(self.owner)[self.kind][self.name] = tensor
+
+
+class Constant(NamedTuple):
+    """A parameter or buffer that a forward does not change."""
+
+    slot: Slot
+    tensor: Tensor
+    version: int
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether nobody wrote to it."""
+        return version_of(self.tensor) == self.version
 
 
 class Attribute(NamedTuple):
@@ -44,7 +62,6 @@ class Attribute(NamedTuple):
 class Known:
     """What was seen of a module in its first forward."""
 
-    parameters: list[Tensor]
     changing: set[Slot] = field(default_factory=set)
     counting: list[tuple[nn.Module, str]] = field(default_factory=list)
     draws: bool = False  # from Python's or numpy's generator
@@ -56,35 +73,38 @@ class Snapshot:
 
     module: nn.Module
     copies: list[tuple[Slot, Tensor]]
-    constants: list[tuple[Tensor, int, str, Slot | None]]  # tensor, version, what it is, where
+    constants: list[Constant]
     attributes: list[Attribute]
     random: Any
 
     @contextmanager
     def restored(self) -> Iterator[list[Tensor]]:
         """Inside, the module is as it was, with copies of its buffers, which are given; then as it is now."""
-        for tensor, version, kind, slot in self.constants:
-            if version_of(tensor) != version or (slot is not None and slot.tensor is not tensor):
+        for constant in self.constants:
+            if not constant.is_unchanged:
                 raise RuntimeError(
-                    f"a {kind} {tuple(tensor.shape)} of a {type(self.module).__name__} was changed between the forward "
+                    f"{constant.slot.name!r} of a {type(constant.slot.owner).__name__} was changed between the forward "
                     "and the backward, so the segment cannot be repeated as it was. Change it inside of forward, or "
                     "after the backward; or leave this module out of recompute."
                 )
-        buffers = {slot: slot.tensor for slot, _ in self.copies}
+        replaced = [c for c in self.constants if c.slot.tensor is not c.tensor and pointer_of(c.tensor) is not None]
+        present = {slot: slot.tensor for slot in [slot for slot, _ in self.copies] + [c.slot for c in replaced]}
         attributes = [(vars(module), vars(module).copy()) for module in self.module.modules()]
         random = None if self.random is None else randomness.python_state()
         shared: dict[int, Tensor] = {}
         try:
             for (slot, _), copy in zip(self.copies, _copies([copy for _, copy in self.copies]), strict=True):
-                slot.owner._buffers[slot.name] = shared.setdefault(id(buffers[slot]), copy)
+                slot.put(shared.setdefault(id(present[slot]), copy))
+            for constant in replaced:
+                constant.slot.put(constant.tensor)
             for owner, name, value in self.attributes:
                 vars(owner)[name] = value.again() if isinstance(value, Drawn) else value
             if self.random is not None:
                 randomness.restore_python(self.random)
             yield list(shared.values())
         finally:
-            for slot, tensor in buffers.items():
-                slot.owner._buffers[slot.name] = tensor
+            for slot, tensor in present.items():
+                slot.put(tensor)
             for now, before in attributes:
                 _put_back(now, before)
             if random is not None:
@@ -100,31 +120,31 @@ class Watch:
     def before(self, module: nn.Module) -> Snapshot:
         """The module as it is, as far as a forward may change it."""
         modules = list(module.modules())
-        slots = [Slot(owner, name) for owner in modules for name, b in owner._buffers.items() if b is not None]
+        buffers = _slots(modules, "_buffers")
         known = self._known.get(_key(module, modules))
         if known is None:
             values = [Attribute(m, k, _noted(v)) for m in modules for k, v in vars(m).items() if isinstance(v, _VALUES)]
-            return Snapshot(module, _copied(slots), _constants(slots, []), values, randomness.python_state())
-        chosen = {slot: None for slot in slots if slot in known.changing or _is_counting(slot.owner)}
-        others = [slot for slot in slots if slot not in chosen]
+            return Snapshot(module, _copied(buffers), _constants(buffers), values, randomness.python_state())
+        copied = {slot: None for slot in buffers if slot in known.changing or _is_counting(slot.owner)}
+        others = [slot for slot in buffers if slot not in copied] + _slots(modules, "_parameters")
         values = [Attribute(owner, name, _noted(vars(owner).get(name))) for owner, name in known.counting]
         random = randomness.python_state() if known.draws else None
-        return Snapshot(module, _copied(list(chosen)), _constants(others, known.parameters), values, random)
+        return Snapshot(module, _copied(list(copied)), _constants(others), values, random)
 
     def after(self, snapshot: Snapshot) -> Snapshot | None:
         """What must be kept of it; None if something changed that had not been seen to change before."""
-        module, modules = snapshot.module, list(snapshot.module.modules())
-        key = _key(module, modules)
+        modules = list(snapshot.module.modules())
+        key = _key(snapshot.module, modules)
         known = self._known.get(key)
         if known is None:
             self._known[key] = known = _learned(snapshot)
-            slots = [slot for slot, _ in snapshot.copies]
+            others = [slot for slot, _ in snapshot.copies if slot not in known.changing]
             snapshot.copies = [(slot, copy) for slot, copy in snapshot.copies if slot in known.changing]
-            snapshot.constants = _constants([s for s in slots if s not in known.changing], known.parameters)
+            snapshot.constants = _constants(others + _slots(modules, "_parameters"))
             snapshot.attributes = [one for one in snapshot.attributes if one[:2] in known.counting]
             snapshot.random = snapshot.random if known.draws else None
             return snapshot
-        if all(version_of(t) == version and (s is None or s.tensor is t) for t, version, _, s in snapshot.constants):
+        if all(one.is_unchanged and one.slot.tensor is one.tensor for one in snapshot.constants):
             return snapshot
         del self._known[key]  # learn anew
         return None
@@ -135,22 +155,21 @@ def _noted(value: Any) -> Any:
 
 
 def _learned(snapshot: Snapshot) -> Known:
-    stayed = {slot for tensor, version, _, slot in snapshot.constants if _is_untouched(slot, tensor, version)}
+    stayed = {one.slot for one in snapshot.constants if one.is_unchanged and one.slot.tensor is one.tensor}
     return Known(
-        list(snapshot.module.parameters()),
         {slot for slot, copy in snapshot.copies if slot not in stayed or not _is_same(slot.tensor, copy)},
         [(owner, name) for owner, name, value in snapshot.attributes if vars(owner).get(name) is not value],
         randomness.python_state() != snapshot.random,
     )
 
 
-def _is_untouched(slot: Slot | None, tensor: Tensor, version: int) -> bool:
-    return slot is not None and slot.tensor is tensor and version_of(tensor) == version
+def _slots(modules: list[nn.Module], kind: str) -> list[Slot]:
+    return [Slot(one, kind, name) for one in modules for name, held in vars(one)[kind].items() if held is not None]
 
 
-def _constants(slots: list[Slot], parameters: list[Tensor]) -> list[tuple[Tensor, int, str, Slot | None]]:
-    buffers = [(slot.tensor, version_of(slot.tensor), f"buffer {slot.name!r}", slot) for slot in slots]
-    return buffers + [(tensor, version_of(tensor), "parameter", None) for tensor in parameters]
+def _constants(slots: list[Slot]) -> list[Constant]:
+    held = [(slot, slot.tensor) for slot in slots]
+    return [Constant(slot, tensor, version_of(tensor)) for slot, tensor in held if tensor is not None]
 
 
 def _key(module: nn.Module, modules: list[nn.Module]) -> tuple[int, tuple[bool, ...]]:

@@ -30,6 +30,8 @@ class SharedCompilations:
         self._functions: dict[tuple[Any, ...], Callable[..., Any]] = {}
         self._likeness: dict[int, tuple[Any, ...]] = {}
         self._local = threading.local()
+        # Part of what is compiled for: hooks that are added after a compilation never fire.
+        self.variant: object = None
 
     def __reduce__(self) -> Any:
         """A copy of a model compiles anew: what is known here is about these very modules."""
@@ -78,7 +80,7 @@ class SharedCompilations:
 
     def _function(self, module: nn.Module) -> Callable[..., Any]:
         kinds = self._dear
-        key = (*self._like(module), kinds)
+        key = (*self._like(module), kinds, self.variant)
         if key not in self._functions:
             forward = type(module).forward
             own = own_code(forward) if isinstance(forward, FunctionType) else forward
@@ -122,9 +124,10 @@ def _selective(forward: Callable[..., Any], kinds: tuple[str, ...]) -> Callable[
 def own_code(function: Any) -> FunctionType:
     """The function with a code object of its own: torch keeps compilations by code object.
 
-    And with a name of its own: torch remembers by file, line and name which sizes have varied.
+    And with a name of its own: torch remembers by file, line and name which sizes have varied. And in a file of ours:
+    torch wraps functions of its own, such as a convolution's, and keeps the compilations of all wrappers together.
     """
-    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
+    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}", co_filename=__file__)
     copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy

@@ -67,6 +67,7 @@ class Saved:
             self.flat = [value.detach() if isinstance(value, Tensor) else value for value in flat]
         self.versions = [value._version if isinstance(value, Tensor) else 0 for value in self.flat]
         self.device = device
+        self.function = function
         is_random = torch.Tag.nondeterministic_seeded in function.tags
         self.after = randomness.state(device) if is_random else None
 
@@ -97,6 +98,10 @@ class Giving(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.is_on() and is_dear(self.kinds, func, args):
             saved = next(self.saved, None)
+            if saved is not None and saved.function is not func:
+                raise RuntimeError(
+                    f"a segment called {func} when it was repeated, where it had called {saved.function}."
+                )
             if saved is not None and not saved.written_to():
                 return saved.give()
         return func(*args, **(kwargs or {}))

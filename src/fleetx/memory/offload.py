@@ -81,8 +81,8 @@ class Offloader:
         self.on_gpu = device.type == "cuda"
         self.arena = HostArena(pin=self.on_gpu, limit=limit)
         self.traffic = Traffic()
-        self.out_stream = torch.cuda.Stream(device) if self.on_gpu else None
-        self.in_stream = torch.cuda.Stream(device) if self.on_gpu else None
+        self.out_stream: Any = torch.cuda.Stream(device) if self.on_gpu else None
+        self.in_stream: Any = torch.cuda.Stream(device) if self.on_gpu else None
         self._leaving: weakref.WeakSet[Parked] = weakref.WeakSet()  # what nobody asks for any more is forgotten
         self._by_storage: dict[int, weakref.ref[Parked]] = {}
         self._groups: dict[int, list[weakref.ref[Parked]]] = {}
@@ -101,7 +101,7 @@ class Offloader:
         parked.views += 1
         if at_once:
             self._let_go(parked)
-        return View(parked, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return View(parked, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def release_leaving(self) -> None:
         """Free the device memory of everything sent so far; the computation waits if a copy is late."""

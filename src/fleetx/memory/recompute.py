@@ -102,10 +102,10 @@ class Frame:
     def park_saved(self, offloader: Offloader, at_once: bool) -> None:
         """Send everything that was saved to the host."""
         for saved in self.saved:
+            tensor = saved.tensor
             # What was written to stays, to be refused in the backward.
-            is_right = saved.tensor is not None and version_of(saved.tensor) == saved.version
-            if is_right and is_worth_moving(saved.tensor):
-                saved.parked = offloader.park(saved.tensor, self.group, at_once=at_once)
+            if tensor is not None and version_of(tensor) == saved.version and is_worth_moving(tensor):
+                saved.parked = offloader.park(tensor, self.group, at_once=at_once)
                 saved.tensor = None
         self.keep()
 

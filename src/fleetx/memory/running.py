@@ -61,7 +61,7 @@ class Experience:
     offloader: Offloader | None = None
     host_memory: int | None = None
     compilations: SharedCompilations | None = None
-    inside_dear: int = 0
+    within: Any = field(default_factory=threading.local)  # of each thread: in how many dear modules it is
     missed: set[str] | None = None  # outputs to which no forward came so far
 
     def expected(self, ordinal: int) -> Segment:
@@ -71,6 +71,15 @@ class Experience:
         listed = self.cuts.in_order()
         return listed[ordinal] if ordinal < len(listed) else TAIL
 
+    @property
+    def inside_dear(self) -> int:
+        """In how many dear modules this thread is."""
+        return getattr(self.within, "dear", 0)
+
+    @inside_dear.setter
+    def inside_dear(self, count: int) -> None:
+        self.within.dear = count
+
     def missing(self) -> list[str]:
         """Once, after the first forward: the outputs to which it did not come though they were named."""
         if self.missed is not None:
@@ -79,10 +88,8 @@ class Experience:
         return sorted(self.missed)
 
     def written_by(self, module: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
-        """The inputs to which a module is known, or looks as if it were, to write."""
-        places = self.written.get(id(module))
-        if places is None:
-            return inputs if any(getattr(one, "inplace", False) is True for one in module.modules()) else []
+        """The inputs to which a module writes; all of them as long as nothing is known."""
+        places = self.written.get(id(module), range(len(inputs)))
         return [tensor for place, tensor in enumerate(inputs) if place in places]
 
     def note_written(self, module: nn.Module, places: set[int]) -> None:
@@ -122,7 +129,6 @@ class Run:
         kept = [t for t in [*model.parameters(), *model.buffers()] if not is_lazy(t)]
         self._kept = {pointer: t for t in kept if (pointer := pointer_of(t)) is not None}
         self._readers: dict[int, list[tuple[Frame, weakref.ref[External]]]] = {}
-        self._to_be_written: set[int] = set()
         self._leaf: Leaf | None = None
         self._outer = active_run()
         self.recorder = Recorder(self)
@@ -255,6 +261,7 @@ class Run:
         call = tape.note_call(function, noted, output, Surroundings.now(self.devices), saves)
         call.dear = begun.saving if begun.saving and begun.saving.saved else None
         tape.note_written(begun.written)
+        self._after_write(begun.written)
         segment = self.experience.cuts.operations.get(self._operation(function))
         if segment is not None:
             self.cut(segment)
@@ -273,35 +280,34 @@ class Run:
 
     # What is read and written -------------------------------------------------------------------------------
 
-    def _noted(self, args: Any, kwargs: Any, written: list[Tensor]) -> tuple[list[Any], Structure]:
+    def _noted(
+        self, args: Any, kwargs: Any, written: list[Tensor], is_sure: bool = True
+    ) -> tuple[list[Any], Structure]:
         """The inputs of a call; of those that it will write to, whoever needs them again has a copy now."""
-        for pointer in {pointer for tensor in written if (pointer := pointer_of(tensor)) is not None}:
-            self._before_write(pointer)
-        self._to_be_written = {id(tensor) for tensor in written}
-        try:
-            return self.frame.tape.note_inputs(args, kwargs, self._external)
-        finally:
-            self._to_be_written = set()
+        ids = {id(tensor) for tensor in written}
+        noted = self.frame.tape.note_inputs(args, kwargs, lambda t: self._external(t, leaves=id(t) not in ids))
+        for pointer in _pointers(written):
+            for _, external in self._readers_of(pointer):
+                external.copy(is_sure)
+            if self.experience.offloader is not None:
+                self.experience.offloader.finish(pointer)
+        return noted
 
-    def _before_write(self, pointer: int) -> None:
-        readers = [
-            (frame, external) for frame, ref in self._readers.get(pointer, ()) if (external := ref()) is not None
-        ]
-        for _, external in readers:
-            external.copy()
-        # Several copies of one memory do not see what is written to each other.
-        if sum(frame is self.frame for frame, _ in readers) > 1:
-            self.frame.is_lost = True
-        if self.experience.offloader is not None:
-            self.experience.offloader.finish(pointer)
+    def _after_write(self, written: list[Tensor]) -> None:
+        """Several copies of one memory do not see what is written to each other."""
+        for pointer in _pointers(written):
+            if sum(frame is self.frame for frame, _ in self._readers_of(pointer)) > 1:
+                self.frame.is_lost = True
 
-    def _external(self, tensor: Tensor) -> External:
+    def _readers_of(self, pointer: int) -> list[tuple[Frame, External]]:
+        readers = self._readers.get(pointer, ())
+        return [(frame, external) for frame, reference in readers if (external := reference()) is not None]
+
+    def _external(self, tensor: Tensor, leaves: bool) -> External:
         noted = External(tensor, version_of(tensor), tensor.requires_grad, self.is_kept(tensor))
         if not isinstance(tensor, nn.Parameter):
             noted.tensor = tensor.detach()  # itself it knows the graph, which may come to know the segment
-        if id(tensor) in self._to_be_written:
-            noted.copy()
-        elif not noted.is_kept:
+        if leaves and not noted.is_kept:
             state = self.frame.state
             if state.home == "host" and state.save == "inputs" and not self.is_first and not self._is_last():
                 self.frame.park_input(noted, self.experience.for_device(self.device), at_once=False)
@@ -318,7 +324,8 @@ class Run:
         if self.depth > 1:
             return
         tensors = tensors_in((args, kwargs))
-        noted = self._noted(args, kwargs, self.experience.written_by(module, tensors))
+        is_known = id(module) in self.experience.written
+        noted = self._noted(args, kwargs, self.experience.written_by(module, tensors), is_sure=is_known)
         snapshot = self.experience.watch.before(module)
         self._leaf = Leaf(self, module, tensors, noted, snapshot, Surroundings.now(self.devices))
 
@@ -334,18 +341,26 @@ class Run:
         saves = range(leaf.first, len(self.frame.looks))
         call = self.frame.tape.note_call(leaf.callee, leaf.noted, output, leaf.where, saves)
         call.dear = leaf.saving
-        self.experience.note_written(leaf.module, leaf.written())
+        self._learn_written(leaf)
         call.snapshot = self.experience.watch.after(leaf.snapshot)
         self.frame.is_lost |= call.snapshot is None
         for slot, copy in [] if call.snapshot is None else call.snapshot.copies:
-            self._give_copy(slot.tensor, copy)
+            if slot.tensor is not None:
+                self._give_copy(slot.tensor, copy)
 
-    def _give_copy(self, buffer: Tensor | None, copy: Tensor) -> None:
+    def _learn_written(self, leaf: "Leaf") -> None:
+        """A module has run: now it is known to which of its inputs it writes."""
+        written = leaf.written()
+        self.experience.note_written(leaf.module, written)
+        self._after_write([tensor for place, tensor in enumerate(leaf.tensors) if place in written])
+        for tensor in leaf.tensors:
+            for _, external in self._readers_of(pointer_of(tensor) or 0):
+                external.uncopy()
+
+    def _give_copy(self, buffer: Tensor, copy: Tensor) -> None:
         """A module changed a buffer; who read it before needs it as it was."""
-        pointer = None if buffer is None else pointer_of(buffer)
-        for _, reference in [] if pointer is None else self._readers.get(pointer, ()):
-            external = reference()
-            if external is not None and external.tensor is not None and not external.is_copy:
+        for _, external in self._readers_of(pointer_of(buffer) or 0):
+            if external.tensor is not None and not external.is_copy:
                 old = external.tensor
                 offset = old.storage_offset() - buffer.storage_offset()
                 external.replace(copy.as_strided(old.size(), old.stride(), offset).clone())
@@ -377,7 +392,7 @@ class Leaf:
         self.first = len(run.frame.looks)
         self.callee: Callable[..., Any] = module
         self.saving = run._saving()
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], Any]] = []
         state, compilations = run.frame.state, run.experience.compilations
         if run.recorder.is_innermost:  # else it stays, and does not listen
             run.recorder.__exit__(None, None, None)
@@ -399,6 +414,10 @@ class Leaf:
         """Undo what was done for the module, last first."""
         while self._undo:
             self._undo.pop()()
+
+
+def _pointers(tensors: list[Tensor]) -> set[int]:
+    return {pointer for tensor in tensors if (pointer := pointer_of(tensor)) is not None}
 
 
 def operation_name(container: str, function: Callable[..., Any], counts: dict[str, int]) -> str:

@@ -12,7 +12,8 @@ _WITHOUT = (
     *(Tensor, nn.Module, torch.Generator, torch.dtype, torch.device, str, bytes, int, float, complex, type, type(None)),
     *(FunctionType, MethodType, BuiltinFunctionType),
 )
-_DEEPEST = 8
+_DEEPEST = 3
+"""Objects in objects are looked into so far, and no further: some know the whole program."""
 
 
 class Structure(NamedTuple):
@@ -36,7 +37,7 @@ def flatten(value: Any, depth: int = 0) -> tuple[list[Any], Structure]:
     objects = {}
     for place, one in enumerate(flat):
         held = _attributes(one) if depth < _DEEPEST else {}
-        if not held or not _has_tensors(held, depth):
+        if not held or not _has_tensors(held, depth, {id(one)}):
             values.append(one)
             continue
         inner, structure = flatten(list(held.values()), depth + 1)
@@ -73,8 +74,12 @@ def _attributes(value: Any) -> dict[str, Any]:
     return {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(value, "__dict__", {})
 
 
-def _has_tensors(held: dict[str, Any], depth: int) -> bool:
+def _has_tensors(held: dict[str, Any], depth: int, seen: set[int]) -> bool:
     for one in pytree.tree_leaves(list(held.values())):
-        if isinstance(one, Tensor) or (depth < _DEEPEST and _has_tensors(_attributes(one), depth + 1)):
+        if isinstance(one, Tensor):
             return True
+        if depth < _DEEPEST and id(one) not in seen:
+            seen.add(id(one))
+            if _has_tensors(_attributes(one), depth + 1, seen):
+                return True
     return False

@@ -73,14 +73,22 @@ class External:
     requires_grad: bool
     is_kept: bool  # a parameter or buffer, which lives anyway
     is_copy: bool = False  # of one that was written to since
+    original: tuple[Tensor, int] | None = None  # and its version, as long as it is not sure that it is written to
     parked: Any = None  # where it waits, if not here
 
-    def copy(self) -> None:
-        """Keep a copy, since the tensor will be written to."""
+    def copy(self, is_sure: bool) -> None:
+        """Keep a copy, since the tensor will, or may, be written to."""
         if self.tensor is None:
             self.is_copy = True  # what waits elsewhere is one
         elif not self.is_copy:
+            self.original = None if is_sure else (self.tensor, self.version)
             self.replace(self.tensor.detach().clone())
+
+    def uncopy(self) -> None:
+        """Nobody can write to the tensor any more; if nobody did, the copy was in vain."""
+        if self.original is not None and version_of(self.original[0]) == self.original[1]:
+            (self.tensor, self.version), self.is_copy = self.original, False
+        self.original = None
 
     def replace(self, copy: Tensor) -> None:
         """Keep this one, which has the values that the tensor had."""
@@ -147,8 +155,8 @@ class Tape:
     def note_written(self, tensors: Iterable[Tensor]) -> None:
         """A call of the tape wrote to these; they may have come to require a gradient by that."""
         for tensor in tensors:
-            for changed in (tensor, tensor._base):
-                known = None if changed is None else self._known.get(changed)
+            for changed in (tensor, tensor if tensor._base is None else tensor._base):
+                known = self._known.get(changed)
                 if known is not None:
                     self._known[changed] = (known[0], changed.requires_grad)
 

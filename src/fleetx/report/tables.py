@@ -33,6 +33,33 @@ def reduce_table(result: Result) -> str:
     return _table(("loop", "micro-batches", "ms per update", "speed"), rows) + _origin(result)
 
 
+def loading_table(result: Result) -> str:
+    """Speed of the loaders beside plain PyTorch ones."""
+    rows = [
+        (case, name, f"{speed:,.0f}", _times(figures["speed_of_ours"].get(name), ""))
+        for case, figures in result["cases"].items()
+        for name, speed in figures["samples_per_s"].items()
+    ]
+    return _table(("files", "loader", "samples per second", "FleetX is"), rows) + _origin(result)
+
+
+def optim_table(result: Result) -> str:
+    """What a step of LARS and LAMB costs beside torch's fused optimizers."""
+    rows = [
+        (
+            f"{case}, {figures['parameters'] / 1e6:.1f} M in {figures['tensors']} tensors",
+            name,
+            f"{milliseconds:.3f}",
+            _times(figures["times_the_peer"].get(name)),
+            f"{figures['host_ms'][name]:.3f}",
+        )
+        for case, families in result["cases"].items()
+        for figures in families.values()
+        for name, milliseconds in figures["median_ms"].items()
+    ]
+    return _table(("parameters", "step", "ms", "of the peer", "host, ms"), rows) + _origin(result)
+
+
 def digits_table(result: Result) -> str:
     """The run of `make run`."""
     rows = [
@@ -48,6 +75,8 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "digits": ("digits/summary.json", digits_table),
     "step": ("step.json", step_table),
     "reduce": ("reduce.json", reduce_table),
+    "loading": ("loading.json", loading_table),
+    "optim": ("optim.json", optim_table),
 }
 
 
@@ -84,5 +113,5 @@ def _signed(value: float | None) -> str:
     return "" if value is None else f"{value:+.2f}"
 
 
-def _times(ratio: float | None) -> str:
-    return "1" if ratio is None else f"{ratio:.2f}×"
+def _times(ratio: float | None, without: str = "1") -> str:
+    return without if ratio is None else f"{ratio:.2f}×"

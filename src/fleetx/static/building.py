@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.utils import swap_tensors
 
+from fleetx.notices import tell_once
+
 
 def build(factory: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
     """The model that `factory(...)` makes, without its weights; `materialise` makes these later, by its own rules."""
@@ -30,10 +32,12 @@ def materialise(model: nn.Module, device: torch.device, seed: int) -> None:
 
     Parameters stay the same objects, so that optimizers and names that were made before keep their meaning.
     """
+    factory = getattr(model, "_fleetx_factory", None)
     if is_materialised(model):
         model.to(device)
+        if factory is not None:
+            tell_once("started", "the startup program ran before: the model keeps the weights that it has.")
         return
-    factory = getattr(model, "_fleetx_factory", None)
     if factory is None:
         raise ValueError(
             "the model lies on the meta device and nobody knows how to fill it: build it with "

@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from fleetx.slicing import map_tensors
 
 Kind = Literal["loss", "parameter", "gradient", "buffer", "output"]
 GRADIENT_ENDINGS = ("@GRAD", ".grad")
+# Those that numpy has too; bfloat16 and the 8-bit ones it does not.
+_FLOATS_OF_NUMPY = (torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -21,12 +24,30 @@ class Fetch:
     kind: Kind
     name: str
 
+    def __str__(self) -> str:
+        return f"{self.name}@GRAD" if self.kind == "gradient" else self.name
 
-def resolve(wanted: Any, model: nn.Module, losses: Sequence[str]) -> Fetch:
-    """What `wanted` (a name, or an object with `.name`) means in this model."""
+
+def as_list(fetch_list: Any) -> list[Any]:
+    """The entries of a fetch list."""
+    if fetch_list is None:
+        return []
+    if isinstance(fetch_list, str) or not isinstance(fetch_list, Sequence):
+        what = repr(fetch_list) if isinstance(fetch_list, str) else f"a {type(fetch_list).__name__}"
+        raise TypeError(f"a fetch list is a list of names, not {what}: put it in brackets.")
+    return list(fetch_list)
+
+
+def name_of(wanted: Any) -> str:
+    """The name that an entry of a fetch list gives."""
     name = wanted if isinstance(wanted, str) else getattr(wanted, "name", None)
     if not isinstance(name, str):
         raise TypeError(f"a fetch list holds names or objects with .name, not a {type(wanted).__name__}.")
+    return name
+
+
+def resolve(name: str, model: nn.Module, losses: Sequence[str]) -> Fetch:
+    """What a name means in this model."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     if name == "loss" or name in losses:
         return Fetch("loss", name)
@@ -41,12 +62,13 @@ def resolve(wanted: Any, model: nn.Module, losses: Sequence[str]) -> Fetch:
     modules = dict(model.named_modules(remove_duplicate=False))
     if name and name in modules:
         return Fetch("output", name)
-    known = ["loss", *losses, *parameters, *(f"{p}@GRAD" for p in parameters), *buffers, *modules]
+    known = ["loss", *losses, *parameters, *(f"{p}@GRAD" for p in parameters), *buffers, *filter(None, modules)]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
     raise ValueError(
         f"nothing is called {name!r}"
         + (f" (near: {', '.join(near)})" if near else "")
-        + ". Fetch a loss, a parameter, 'parameter@GRAD', a buffer, or the name of a module for its output."
+        + ". Fetch 'loss' or one of the names in the model's `losses`, a parameter, 'parameter@GRAD', a buffer, or the "
+        "name of a module for its output."
     )
 
 
@@ -61,7 +83,8 @@ class OutputTaps:
         outputs = self.outputs
 
         def note(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            outputs[name] = output
+            # A copy: the next operation may write into it, as an in-place ReLU does.
+            outputs[name] = map_tensors(output, _copied)
 
         return note
 
@@ -76,6 +99,12 @@ def as_array(value: Any) -> Any:
 
     def convert(tensor: Tensor) -> Any:
         tensor = tensor.detach()
-        return np.asarray((tensor.float() if tensor.dtype.itemsize == 2 else tensor).cpu().numpy())
+        if tensor.is_floating_point() and tensor.dtype not in _FLOATS_OF_NUMPY:
+            tensor = tensor.float()
+        return np.asarray(tensor.cpu().numpy())
 
     return None if value is None else map_tensors(value, convert)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()

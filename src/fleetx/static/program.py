@@ -1,5 +1,6 @@
 """Programs: a model with what it minimises and how, bound once and run many times."""
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -23,11 +24,12 @@ class Variable:
 
 @dataclass(eq=False)
 class Program:
-    """What an executor runs: the model's training step, or without an optimizer its forward.
+    """What an executor runs: the model's training step, or without an optimizer its evaluation.
 
     `optimizer` makes a torch optimizer from parameters, since these have no memory before startup; `scheduler` makes a
     schedule from that optimizer. `compute(model, batch)` gives the loss where the model does not return it itself.
-    `compile=False` runs eagerly, and `mode` is torch.compile's.
+    `items(batch)` is the number of items that the loss averages over, where feeds differ in it. `compile=False` runs
+    eagerly, and `mode` is torch.compile's. Once a program has run it cannot be changed; a clone can.
     """
 
     model: nn.Module | None = None
@@ -39,8 +41,17 @@ class Program:
     compile: bool = True
     mode: str | None = None
     seed: int = 0
-    # What executors made of the program, by device; a program may move to another executor.
-    bound: dict[Any, Any] = field(default_factory=dict, repr=False)
+    items: Callable[[Batch], Any] | None = None
+    # What executors made of the program, by device.
+    bound: dict[Any, Any] = field(default_factory=dict, repr=False, init=False)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.__dict__.get("bound"):
+            raise RuntimeError(
+                f"the program has run already, and setting its {name} now would change nothing. Set it before the "
+                "first run, or on program.clone()."
+            )
+        super().__setattr__(name, value)
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -50,23 +61,46 @@ class Program:
         return tuple(names) if names else tuple(inspect.signature(model.forward).parameters)
 
     def clone(self, for_test: bool = False) -> "Program":
-        """A program on the same model; `for_test` leaves out the update."""
-        optimizer = None if for_test else self.optimizer
-        return Program(self.model, optimizer, self.strategy, self.compute, compile=self.compile, seed=self.seed)
+        """A program on the same model, with all settings; `for_test` leaves out the update, and so evaluates.
+
+        Weights are shared. A clone that trains makes an optimizer of its own, so momentum and schedule start anew.
+        """
+        self.require_model()
+        leaving_out: dict[str, Any] = {"optimizer": None, "scheduler": None, "clip_norm": None, "items": None}
+        return dataclasses.replace(self, **(leaving_out if for_test else {}))
 
     def require_model(self) -> nn.Module:
         """The model, or an error that says how to get one into the program."""
         if self.model is None:
             raise ValueError(
                 "the program is empty: give Program(model, optimizer=...), or call optimizer.minimize(model.loss) in "
-                "a script of the guide before the executor runs."
+                "a script of the guide before the executor runs or the program is cloned."
             )
         return self.model
+
+    def check(self) -> None:
+        """Raise if something was given ready-made that the program must make from parameters."""
+        if not isinstance(self.require_model(), nn.Module):
+            raise TypeError(f"Program takes an nn.Module, not a {type(self.model).__name__}.")
+        for name, example in (
+            ("optimizer", "lambda parameters: torch.optim.SGD(parameters, lr=0.1)"),
+            ("scheduler", "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 30)"),
+            ("compute", "lambda model, batch: loss_fn(model(batch['x']), batch['y'])"),
+            ("items", "lambda batch: len(batch['y'])"),
+        ):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise TypeError(
+                    f"Program takes a function as {name}, not a {type(value).__name__}: for example {name}={example}."
+                )
+        for name in ("scheduler", "clip_norm", "items"):
+            if self.optimizer is None and getattr(self, name) is not None:
+                raise ValueError(f"the program has {name} but no optimizer, so nothing would be done with it.")
 
 
 @dataclass(eq=False)
 class StartupProgram:
-    """Running it gives the main program's model its weights."""
+    """Running it gives the main program's model its weights, the same ones on all workers."""
 
     main: Program
 
