@@ -1,11 +1,18 @@
 """What the documents show must run."""
 
+import contextlib
+import io
+import os
 import re
+import subprocess
+import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
 
+from fleetx import fleet
 from tests.jobs.starting import ROOT, start
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -29,6 +36,51 @@ def test_the_six_lines_and_the_step_run():
     exec(six, names)
     exec(by_step, names)
     assert names["out"].updated
+
+
+def run_page(name, monkeypatch, folder, prints=True, **names):
+    """Run a page's blocks in their order, as one module; `print(...)  # text` must print that text."""
+    module = types.ModuleType(f"page_{name.partition('.')[0]}")
+    vars(module).update(names)
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # compilers look up a function's module
+    monkeypatch.chdir(folder)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    page = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    for language, block in re.findall(r"```(\w+)\n(.*?)```", page, re.DOTALL):
+        if language == "sh":
+            subprocess.run(["sh", "-ec", block], check=True, env={**os.environ, "PATH": path}, capture_output=True)
+            continue
+        assert language == "python", f"{name} has a block of {language}, which nobody runs"
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(compile(block, name, "exec"), vars(module))
+        expected = re.findall(r"^ *print\(.*\)  # (.*)$", block, re.MULTILINE) if prints else []
+        assert not expected or printed.getvalue().splitlines() == expected, block
+
+
+@pytest.mark.parametrize("page", ["applications.md", "data.md", "memory.md", "optimizers.md", "static.md"])
+def test_the_pages_blocks_run_and_print_what_they_say(page, tmp_path, monkeypatch, caplog):
+    run_page(page, monkeypatch, tmp_path)
+    if page == "static.md":
+        text = " ".join((ROOT / "docs" / page).read_text(encoding="utf-8").split())
+        told = [record.message for record in caplog.records if "because of x" in getattr(record, "message", "")]
+        assert told
+        assert all(message in text for message in told)
+
+
+def test_the_guides_blocks_run(tmp_path, monkeypatch):
+    strategy = fleet.DistributedStrategy(gradient_merge=True, gradient_merge_configs={"k_steps": 4, "avg": True})
+    model = fleet.distributed_model(torch.nn.Linear(2, 1), strategy)
+    run_page("guide.md", monkeypatch, tmp_path, prints=False, torch=torch, fleet=fleet, model=model, path="state.pt")
+
+
+def test_the_sizes_of_applications_are_those_in_the_page():
+    """The table of docs/applications.md says what its first block prints."""
+    page = (ROOT / "docs" / "applications.md").read_text(encoding="utf-8")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(re.search(r"```python\n(.*?)```", page, re.DOTALL).group(1), {})
+    for line in printed.getvalue().splitlines():
+        name, million, billion = re.fullmatch(r"(\w+): (\S+) million parameters, (\S+) GFLOP .*", line).groups()
+        assert f"| `{name}()` | {million} million | {billion} billion" in page
 
 
 def test_links_lead_somewhere():

@@ -9,10 +9,18 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-def test_the_readmes_tables_are_those_of_the_saved_results():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_pages_tables_are_those_of_the_saved_results(page):
+    text = page.read_text(encoding="utf-8")
     assert fill_in(text, RESULTS) == text
-    assert all(f"<!-- table: {name} -->" in text for name in TABLES)
+
+
+def test_every_table_is_in_a_page():
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert [name for name in TABLES if f"<!-- table: {name} -->" not in text] == []
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.rglob("*.json")), ids=lambda path: path.stem)

@@ -24,6 +24,11 @@ RATIOS = {"incr_ratio": 2.0, "decr_ratio": 0.8, "use_dynamic_loss_scaling": True
 PRECISION = {"use_pure_fp16": False, "use_pure_bf16": False, "dtype": "float16"}
 RECOMPUTE = {"checkpoints": [], "enable_offload": False, "checkpoint_shape": [], "memory_budget": None}
 LARS = {"lars_coeff": 0.001, "lars_weight_decay": 0.0005, "epsilon": 0.0}
+LAYERWISE = {
+    "exclude_from_weight_decay": [],
+    **dict.fromkeys(["exclude_from_adaptation", "excluded_lr", "zero_norm_lr", "fused", "trust_ratios_every"]),
+    "form": "fleet",
+}
 SEGMENTS = {"sharding_segment_strategy": "segment_broadcast_MB", "segment_broadcast_MB": 32.0}
 DEGREES = {"sharding_degree": 8, "dp_degree": 1, "mp_degree": 1, "gradient_merge_acc_step": 1}
 DEFAULTS = {
@@ -31,8 +36,8 @@ DEFAULTS = {
     "amp_configs": LOSS_SCALE | RATIOS | PRECISION | {"custom_white_list": [], "custom_black_list": []},
     "recompute_configs": RECOMPUTE,
     "gradient_merge_configs": {"k_steps": 1, "avg": True},
-    "lars_configs": LARS | {"exclude_from_weight_decay": []},
-    "lamb_configs": {"lamb_weight_decay": 0.01, "exclude_from_weight_decay": []},
+    "lars_configs": LARS | LAYERWISE | {"lr_in_momentum": None},
+    "lamb_configs": {"lamb_weight_decay": 0.01, "always_adapt": False, "bias_correction": True} | LAYERWISE,
     "localsgd_configs": {"k_steps": 1, "begin_step": 1},
     "dgc_configs": {"rampup_begin_step": 0, "rampup_step": 1, "sparsity": [0.999]},
     "sharding_configs": SEGMENTS | DEGREES | {"segment_anchors": [], "optimize_offload": False},
@@ -55,7 +60,10 @@ OUT_OF_RANGE = {
     "lars_configs.lars_coeff": [0],
     "lars_configs.lars_weight_decay": [-1e-9],
     "lars_configs.epsilon": [-1],
+    "lars_configs.form": ["nvlamb"],
+    "lars_configs.excluded_lr": [-1],
     "lamb_configs.lamb_weight_decay": [-0.1],
+    "lamb_configs.trust_ratios_every": [0],
     "localsgd_configs.k_steps": [0],
     "localsgd_configs.begin_step": [0],
     "dgc_configs.rampup_begin_step": [-1],
@@ -412,9 +420,11 @@ def test_the_file_documents_the_whole_run(tmp_path):
     strategy.save(tmp_path / "run.toml")
     assert DistributedStrategy.load(str(tmp_path / "run.toml")) == strategy
     written = tomllib.loads((tmp_path / "run.toml").read_text(encoding="utf-8"))
-    assert "memory_budget" not in written["recompute_configs"]
-    written["recompute_configs"]["memory_budget"] = None
-    assert written == strategy.to_dict()
+    plain = strategy.to_dict()
+    for name in ("recompute_configs", "lars_configs", "lamb_configs"):  # what is None is left out
+        plain[name] = {setting: value for setting, value in plain[name].items() if value is not None}
+    assert "memory_budget" not in plain["recompute_configs"]
+    assert written == plain
 
 
 def test_a_file_of_a_pure_mode_names_the_dtype_in_force():
@@ -454,7 +464,9 @@ def test_a_file_with_mistakes_lists_them_all_and_itself(tmp_path):
         "  - DistributedStrategy has no setting 'lasr'; did you mean 'lars'?",
         "  - gradient_merge_configs.k_steps must be an int >= 1, got datetime.date(2024, 1, 1) (date); "
         "write a whole number such as 1",
-        "  - lamb_configs has no setting 'x'; valid names: lamb_weight_decay, exclude_from_weight_decay",
+        "  - lamb_configs has no setting 'x'; valid names: lamb_weight_decay, exclude_from_weight_decay, "
+        "exclude_from_adaptation, excluded_lr, zero_norm_lr, form, always_adapt, bias_correction, fused, "
+        "trust_ratios_every",
     ]
 
 

@@ -46,9 +46,9 @@ class MasterWeights:
             master.grad = None
         self._versions = [parameter._version for parameter, _ in self._pairs]
 
-    def state_dict(self) -> list[Tensor]:
-        """The masters, in the order of the optimizer's groups."""
-        return [master.detach().clone() for _, master in self._pairs]
+    def state_dict(self, copy: bool = True) -> list[Tensor]:
+        """The masters, in the order of the optimizer's groups; without `copy` they are those in use."""
+        return [master.detach().clone() if copy else master.detach() for _, master in self._pairs]
 
     @torch.no_grad()
     def load_state_dict(self, masters: list[Tensor]) -> None:

@@ -40,6 +40,8 @@ class TrainingStep:
 
     def __post_init__(self) -> None:
         self.stopwatch = Stopwatch()
+        # Whether nothing has been trained yet, here or in the run that was resumed.
+        self.is_first = True
 
     def minimize(
         self,
@@ -108,6 +110,7 @@ class TrainingStep:
             self.window.fail(error)
             raise
         self.window.clear()
+        self.is_first = False
         self.watch.record(self._unusable(finite, losses, scale))
         return Outcome(
             loss=sum(losses[1:], start=losses[0]),

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from fleetx.apart import compiled_apart
 from fleetx.masters import MasterWeights
 from fleetx.notices import tell_once
 from fleetx.numbers import LOW_PRECISION
+from fleetx.optim import Lamb, Lars
 
 
 class Updater:
@@ -73,8 +75,13 @@ class Updater:
         self._last_epoch = getattr(scheduler, "last_epoch", None)
 
     def compile(self) -> None:
-        """Compile the optimizer's step."""
-        self._compiled_step = torch.compile(self.optimizer.step)
+        """Compile the optimizer's step where that is possible and of use."""
+        if not _gains_by_compiling(self.optimizer):
+            return
+        for group in self.optimizer.param_groups:
+            # A float would be part of the compiled code, and each new learning rate would compile it anew.
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float64)
+        self._compiled_step = compiled_apart(self.optimizer.step)
 
     def _skips_on_device(self, finite: Tensor) -> bool:
         """Whether the optimizer can leave out a step by itself, so that the host need not know."""
@@ -113,3 +120,19 @@ def _lacks_momentum(optimizer: Optimizer) -> bool:
         for group in optimizer.param_groups
         for p in group["params"]
     )
+
+
+def _gains_by_compiling(optimizer: Optimizer) -> bool:
+    """Whether the update can be compiled, and is not a kernel of its own already."""
+    if any(group.get("fused") for group in optimizer.param_groups):
+        return False
+    if isinstance(optimizer, Lars | Lamb) and _takes_found_inf(optimizer):
+        return False
+    if isinstance(optimizer, Lamb):
+        # It reads its step count on the host, to correct the bias: compiled code would be made anew for each step.
+        return False
+    if any(parameter.dim() == 0 for group in optimizer.param_groups for parameter in group["params"]):
+        # torch 2.13 compiles the first gradient of a parameter without dimensions into the code as a constant.
+        tell_once("scalar-update", "a parameter without dimensions cannot be updated by compiled code: eager update.")
+        return False
+    return True

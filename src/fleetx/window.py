@@ -60,6 +60,10 @@ class Window:
         self._reducer: Reducer | None = None
         self._failure: BaseException | None = None
         self.reductions = 0
+        # Called when a window has got its first micro-batch's forward, and when it is over: a checkpoint listens.
+        self.on_begin: list[Callable[[], None]] = []
+        self.on_end: list[Callable[[], None]] = []
+        self.held = 0
         self.clear()
         _windows.add(self)
 
@@ -83,7 +87,12 @@ class Window:
         `losses` are the weighted values to report, `weight` is what this micro-batch adds to the divisor. All
         micro-batches of a window have the same `weighing`.
         """
-        self._begin(weighing) if self.held == 0 else self._require_untouched()
+        if self.held == 0:
+            self._begin(weighing)
+            for tell in self.on_begin:
+                tell()
+        else:
+            self._require_untouched()
         self._marks = []
         self.held += 1
         self.weight = self.weight + weight
@@ -124,6 +133,7 @@ class Window:
 
     def clear(self) -> None:
         """Forget the micro-batches. Gradients stay readable until the next window begins."""
+        ends = self.held > 0
         self.held = 0
         self.weight: Number = 0
         self.weighing = Weighing()
@@ -131,6 +141,8 @@ class Window:
         self._members: list[Tensor] = []
         self._marks: list[tuple[int, int]] = []
         self._has_left = False
+        for tell in self.on_end if ends else ():
+            tell()
 
     def discard(self) -> None:
         """Forget the micro-batches and their gradients."""
@@ -150,15 +162,15 @@ class Window:
             self._failure = error
             self._reducer = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """This worker's part of a window in progress."""
+    def state_dict(self, copy: bool = True) -> dict[str, Any]:
+        """This worker's part of a window in progress; without `copy` its tensors are the window's own."""
         held = self.held > 0
         return {
             "held": self.held,
             "weight": self.weight,
             "weighing": (self.weighing.kind, self.weighing.unit),
             "losses": [loss.clone() for loss in self.losses],
-            "grads": [_copy(p.grad) for p in self._parameters()] if held else None,
+            "grads": [_copy(p.grad) if copy else p.grad for p in self._parameters()] if held else None,
             "rank": world.rank(),
             "workers": world.size(),
         }

@@ -120,6 +120,15 @@ def test_the_loss_is_the_mean_cross_entropy_with_smoothing():
     assert model.items((images, labels)) == model.items({"images": images, "labels": labels}) == {"loss": 4}
 
 
+@pytest.mark.parametrize("label", [-100, -1, 5])
+def test_no_label_is_left_out_of_the_mean(label):
+    """torch ignores -100 by default; the count of items would then be wrong."""
+    images, labels = photos()
+    labels[1] = label
+    with pytest.raises(IndexError, match=f"Target {label} is out of bounds"):
+        tiny()(images, labels)
+
+
 def test_the_loss_is_fp32_under_autocast():
     images, labels = photos()
     with torch.autocast("cpu", torch.bfloat16):
@@ -242,6 +251,8 @@ def test_wrong_batches_say_what_is_right():
     model = tiny()
     with pytest.raises(ValueError, match="has the entries images, labels, not pictures"):
         model.items({"pictures": torch.zeros(1)})
+    with pytest.raises(ValueError, match="a batch of Resnet50 needs images, this one has labels"):
+        model.items({"labels": torch.zeros(1)})
     for batch in ([1, 2, 3], torch.zeros(2)):
         with pytest.raises(TypeError, match="is a dict, or a tuple in the order images, labels"):
             model.items(batch)

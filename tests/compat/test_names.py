@@ -32,6 +32,11 @@ def test_parameters_of_bert(theirs, ours):
     assert ours in dict(small.named_parameters())
 
 
+def test_gradients_are_translated_with_their_parameters():
+    assert translate("encoder_layer_16_ffn_fc_1.w_0@GRAD") == "bert.encoder.layer.16.output.dense.weight@GRAD"
+    assert translate("fc.weight@GRAD") == "fc.weight@GRAD"
+
+
 def test_other_names_stay():
     assert translate("layer1.0") == "layer1.0"
     assert translate("res6a.add.output.5.tmp_0") == "res6a.add.output.5.tmp_0"

@@ -190,6 +190,9 @@ def test_longer_samples_are_dropped_and_counted(made):
         ("1 -4 2;0 0 0;0 1 2;1", r"part.txt:2: token_ids must be numbers .* got b'-4'", "malformed"),
         ("1 4_4 2;0 0 0;0 1 2;1", r"got b'4_4'", "malformed"),
         (";;;1", r"part.txt:2: token_ids must be numbers", "malformed"),
+        (";0;;1", r"part.txt:2: token_ids must be numbers", "malformed"),
+        ("1 4;0 0 0;0 1;1", r"part.txt:2: .*must be equally long, got 2, 3 and 2 numbers", "malformed"),
+        ("1 4 2;1 1 1;0 1 2;1", r"part.txt:2: sent_ids must be 0 for the first sentence", "malformed"),
         ("1 4 2;0 0;0 1 2;1", r"part.txt:2: .*must be equally long, got 3, 2 and 3 numbers", "malformed"),
         ("1 4 2;0 1 0;0 1 2;1", r"part.txt:2: sent_ids must be 0 for the first sentence, then 1", "malformed"),
         ("1 4 2;0 0 0;0 2 1;1", r"part.txt:2: pos_ids must count from 0 to 2", "malformed"),
@@ -269,3 +272,25 @@ def test_bad_arguments(made):
         load(made, batch_size=0)
     with pytest.raises(ValueError, match=r"last='drop' is for batches counted in samples"):
         load(made, in_tokens=True, batch_size=100, last="drop")
+
+
+def test_any_spelling_of_a_line_means_the_same(tmp_path):
+    """The usual one is read in a faster way; spaces, tabs, leading zeros and other line ends are permitted too."""
+    spellings = ["1 4 5 2;0 0 1 1;0 1 2 3;1", " 1  4 5 2 ; 0 0 1 1;0\t1 2 3; 1 ", "1 04 5 2;0 0 1 1;0 1 2 03;1\r"]
+    loader = load(write(tmp_path, "".join(f"{line}\n" for line in spellings)))
+    text = loader.dataset.text
+    assert text.tokens.tolist() == [1, 4, 5, 2] * 3
+    assert (text.firsts.tolist(), text.follows.tolist()) == ([2] * 3, [1] * 3)
+
+
+@pytest.mark.parametrize("ids", [False, True])
+def test_any_spelling_of_a_vocabulary_means_the_same(tmp_path, ids):
+    tokens = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "a\u2028b", "ß"]
+    lines = [f"{token}\t{number}" if ids else token for number, token in enumerate(tokens)]
+    read = []
+    for end, last in (("\n", "\n"), ("\n", ""), ("\r\n", "\r\n")):
+        path = tmp_path / "vocab.txt"
+        path.write_bytes((end.join(lines) + last).encode())
+        read.append(load_vocabulary(path))
+    assert all(vocabulary.ids == {token: n for n, token in enumerate(tokens)} for vocabulary in read)
+    assert all(vocabulary.ordinary.tolist() == [4, 5] for vocabulary in read)

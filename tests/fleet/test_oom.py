@@ -74,6 +74,7 @@ def test_what_is_on_already_is_not_advised():
     with pytest.raises(torch.OutOfMemoryError) as caught:
         step(batch())
     note = "\n".join(caught.value.__notes__)
+    assert "in the forward, in the segment that would have ended at" in note
     assert "enable_offload = True" in note
     assert "try amp" not in note
 
@@ -84,3 +85,14 @@ def test_other_errors_are_left_alone():
     with pytest.raises(RuntimeError) as caught:
         step((torch.ones(4, 3), torch.zeros(4, dtype=torch.long)))
     assert not any("memory ran out" in note for note in getattr(caught.value, "__notes__", []))
+
+
+def test_the_segment_that_was_being_repeated_is_named():
+    model = nn.Sequential(nn.Linear(4, 4), Greedy(None), nn.ReLU())
+    strategy = fleet.DistributedStrategy(recompute=True, recompute_configs={"checkpoints": ["1"]})
+    step = X.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.cross_entropy, strategy)
+    step(batch())
+    model[2].register_forward_hook(lambda *_: setattr(model[1], "where", "forward"))  # when it is repeated
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        step(batch())
+    assert "while the segment that ends at '1' was repeated" in "\n".join(caught.value.__notes__)

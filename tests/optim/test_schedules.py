@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fleetx import fleet
 from fleetx.optim import Lars, schedules
 
 from .reference import paddle_cosine_rule
@@ -65,6 +66,33 @@ def test_a_warmup_reaches_what_follows():
     schedule = schedules.linear_warmup(schedules.constant(0.8), 2, start_lr=0.4)
     assert [schedule(step) for step in range(4)] == pytest.approx([0.4, 0.6, 0.8, 0.8])
     assert schedules.linear_warmup(schedules.cosine_annealing(0.3, 5), 0)(0) == pytest.approx(0.3)
+
+
+def test_a_cosine_decay_ends_where_it_came_down():
+    schedule = schedules.linear_warmup(schedules.cosine_decay(0.8, 4, end_lr=0.2), 2)
+    assert [schedule(step) for step in (0, 1, 2, 4, 6, 7, 60)] == pytest.approx([0, 0.4, 0.8, 0.5, 0.2, 0.2, 0.2])
+
+
+def test_a_step_decay_falls_by_a_factor_after_so_many_updates():
+    schedule = schedules.linear_warmup(schedules.step_decay(0.8, every=2, factor=0.5), 1)
+    assert [schedule(step) for step in range(7)] == pytest.approx([0, 0.8, 0.8, 0.4, 0.4, 0.2, 0.2])
+
+
+def test_a_schedule_counts_windows_and_skipped_ones_too():
+    strategy = fleet.DistributedStrategy(lars=True, gradient_merge=True, gradient_merge_configs={"k_steps": 2})
+    model = fleet.distributed_model(torch.nn.Linear(3, 1), strategy)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    schedule = schedules.linear_warmup(schedules.polynomial_decay(0.5, 4, 0.0, power=2), 2)
+    scheduler = schedules.as_scheduler(sgd, schedule)
+    optimizer = fleet.distributed_optimizer(sgd, strategy, scheduler=scheduler)
+    lrs = []
+    for number in range(12):
+        factor = float("nan") if number == 5 else 1.0  # in the third window
+        out = optimizer.minimize(model(torch.ones(2, 3)).square().mean() * factor)
+        if out.closed:
+            lrs.append(float(out.lr))
+            assert out.skipped == (number == 5)
+    assert lrs == pytest.approx([schedule(window) for window in range(6)])
 
 
 @given(st.integers(1, 20), st.integers(1, 50), st.floats(0.1, 3), st.integers(0, 200))
@@ -128,6 +156,9 @@ def test_a_scheduler_resumes():
         (lambda: schedules.linear_warmup(0.1, -1), "warmup_steps must be a whole number of at least 0, got -1"),
         (lambda: schedules.linear_warmup(0.1, 2, start_lr=-0.5), "start_lr must be a number at least 0, got -0.5"),
         (lambda: schedules.cosine_annealing(0.1, True), "half_period must be a whole number of at least 1, got True"),
+        (lambda: schedules.cosine_decay(0.1, 0), "decay_steps must be a whole number of at least 1, got 0"),
+        (lambda: schedules.step_decay(0.1, 0), "every must be a whole number of at least 1, got 0: give the number"),
+        (lambda: schedules.step_decay(0.1, 5, 0), "factor must be a number above 0, got 0: 0.1 is usual"),
         (lambda: schedules.noam_decay(0, 10), "d_model must be a whole number of at least 1, got 0: give the width"),
         (lambda: schedules.piecewise_constant([3, 3], [1, 2, 3]), r"boundaries must rise, got \[3, 3\]: sort them"),
         (lambda: schedules.piecewise_constant([3], [1]), "one more than boundaries, got 1 for 1: give one rate"),

@@ -92,7 +92,7 @@ def overridden(config: BertConfig, overrides: Mapping[str, Any]) -> BertConfig:
     if unknown:
         raise TypeError(f"a BERT has no setting {', '.join(unknown)}. It has: {', '.join(known)}.")
     fresh = {"intermediate": 0} if "width" in overrides else {}
-    return dataclasses.replace(config, **{**fresh, **overrides})
+    return dataclasses.replace(config, **{**fresh, **overrides})  # type: ignore[bad-argument-type]
 
 
 def to_hugging_face(config: BertConfig) -> dict[str, Any]:
@@ -116,6 +116,6 @@ def from_hugging_face(contents: Mapping[str, Any], source: str) -> BertConfig:
             )
     given = {ours: contents[theirs] for ours, theirs in _HF_NAMES.items() if contents.get(theirs) is not None}
     try:
-        return BertConfig(**{"intermediate": 3072, **given})  # the value that Hugging Face leaves out as default
+        return BertConfig(**{"intermediate": 3072, **given})  # type: ignore[bad-argument-type]  # the value that Hugging Face leaves out as default
     except (TypeError, ValueError) as error:
         raise ValueError(f"{source}: {error}") from error

@@ -103,8 +103,8 @@ def _stepper(
     def step() -> None:
         optimizer.zero_grad()
         with torch.autocast(device, dtype=torch.bfloat16) if row.low_precision else nullcontext():
-            losses = model(**batch)
-        sum(losses.values()).backward()
+            losses = torch.stack(list(model(**batch).values()))
+        losses.sum().backward()
         optimizer.step()
         if device == "cuda":
             torch.cuda.synchronize()

@@ -20,7 +20,7 @@ def save_result(name: str, figures: dict[str, Any], folder: Path) -> Path:
     result = {
         "name": name,
         "taken": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join([Path(sys.argv[0]).name, *map(shlex.quote, sys.argv[1:])]),
+        "command": _command(sys.argv),
         "machine": describe_machine(),
         "versions": _versions(),
         **figures,
@@ -28,6 +28,16 @@ def save_result(name: str, figures: dict[str, Any], folder: Path) -> Path:
     path = folder / f"{name}.json"
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return path
+
+
+def _command(arguments: list[str]) -> str:
+    """How to measure again; where the file went is nobody else's matter."""
+    name = "fleetx" if arguments[0] == "-c" else Path(arguments[0]).name
+    rest = [argument for argument in arguments[1:] if not argument.startswith("--out=")]
+    if "--out" in rest:
+        place = rest.index("--out")
+        rest = rest[:place] + rest[place + 2 :]
+    return " ".join([name, *map(shlex.quote, rest)])
 
 
 def cases_so_far(path: Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ _ENCODER_PARTS = {
     "post_ffn_layer_norm": "output.LayerNorm",
 }
 _LAYER_NORM_ENDINGS = {"scale": "weight", "bias": "bias"}
+_GRADIENT = "@GRAD"
 
 
 def _residual_block(match: re.Match[str]) -> str:
@@ -41,10 +42,11 @@ _RULES: list[tuple[re.Pattern[str], Callable[[re.Match[str]], str]]] = [
 
 
 def translate(name: str) -> str:
-    """Our name for a Paddle variable of the guide; any other name is given back as it is."""
+    """Our name for a Paddle variable of the guide, or for its gradient; any other is given back as it is."""
+    variable = name.removesuffix(_GRADIENT)
     for pattern, ours in _RULES:
-        if match := pattern.fullmatch(name):
-            return ours(match)
+        if match := pattern.fullmatch(variable):
+            return ours(match) + name[len(variable) :]
     return name
 
 

@@ -1,5 +1,6 @@
 """Symbols of the guide's static graphs: a loss with a name, and a scope that looks variables up."""
 
+import difflib
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,24 +22,30 @@ class LossVariable:
 
 @dataclass(frozen=True, eq=False)
 class ScopeTensor:
-    """What `scope.var(name).get_tensor()` gives: the present value, as an array."""
+    """What `scope.var(name).get_tensor()` gives: the value, as an array when it is asked for."""
 
     tensor: Tensor
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The value on the host."""
-        return np.array(as_array(self.tensor), dtype=dtype, copy=True if copy is None else copy)
+        """The value on the host, always a copy: training goes on, and what was read must stay."""
+        if copy is False:
+            raise ValueError("a variable's value is copied to be read: leave out copy=False.")
+        return np.array(as_array(self.tensor), dtype=dtype)
 
 
 @dataclass(frozen=True, eq=False)
 class ScopeVariable:
-    """A parameter or buffer of the main program."""
+    """A parameter or buffer of the main program. Linear weights are (out, in), as in torch; Paddle's are (in, out)."""
 
     name: str
     tensor: Tensor
 
     def get_tensor(self) -> ScopeTensor:
-        """Its value, now."""
+        """Its value."""
+        if self.tensor.is_meta:
+            raise RuntimeError(
+                f"the variable {self.name!r} has no value yet: run exe.run(default_startup_program()) once before."
+            )
         return ScopeTensor(self.tensor.detach())
 
 
@@ -48,13 +55,15 @@ class Scope:
     def var(self, name: str) -> ScopeVariable:
         """The variable of this name."""
         model = default_main_program().require_model()
-        tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+        tensors = dict(model.named_parameters(remove_duplicate=False))
+        tensors |= dict(model.named_buffers(remove_duplicate=False))
         ours = translate(name)
         if ours not in tensors:
+            near = difflib.get_close_matches(ours, tensors, n=3) or list(tensors)[:3]
             raise ValueError(
-                f"the program has no parameter {name!r}"
+                f"the program has no parameter or buffer {name!r}"
                 + (f" ({ours!r} here)" if ours != name else "")
-                + f". The first of its {len(tensors)} names are {', '.join(list(tensors)[:3])}."
+                + f"; near among its {len(tensors)} names: {', '.join(near)}. Fetch anything else with fetch_list."
             )
         return ScopeVariable(name, tensors[ours])
 

@@ -72,7 +72,8 @@ def resample(image: Image.Image, box: Box, size: int) -> Image.Image:
         # Pillow warns when a palette with transparency loses it in one go.
         picture = image.convert("RGBA") if "transparency" in image.info else image
         return picture.convert("RGB").resize((size, size), Image.Resampling.BILINEAR, box=box)
-    return image.resize((size, size), Image.Resampling.BILINEAR, box=box).convert("RGB")
+    cut = image.resize((size, size), Image.Resampling.BILINEAR, box=box)
+    return cut if cut.mode == "RGB" else cut.convert("RGB")
 
 
 def _centred(width: int, height: int, wide: float, high: float) -> Box:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from fleetx.data.reading import BatchReader, Collate, EpochSamples, Failure, OnError, Reply, Request
 from fleetx.data.sampling import BatchPlan
+from fleetx.data.travelling import unpacked
 
 
 class Loading(TypedDict, total=False):
@@ -71,6 +72,7 @@ class Loader:
         self._reader = BatchReader(dataset, collate, plan.seed, on_error)
         self._epoch = 0
         self._given = 0
+        self._last = (0, 0)
         self._iteration = 0
         self._stream: Iterator[Reply | Failure] | None = None
 
@@ -83,6 +85,11 @@ class Loader:
     def epoch(self) -> int:
         """The epoch of the next batch."""
         return self._epoch
+
+    @property
+    def last_batch(self) -> tuple[int, int]:
+        """Epoch and number of the batch given last; where none was given yet, of the next."""
+        return self._last
 
     def __len__(self) -> int:
         """Batches of the current epoch, those already given included."""
@@ -102,12 +109,13 @@ class Loader:
             raise ValueError(f"epochs are counted from 0, got {number}.")
         self._go_to(number, 0)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The position and what it depends on; equal on all workers."""
+    def state_dict(self, at: tuple[int, int] | None = None) -> dict[str, Any]:
+        """The position and what it depends on; equal on all workers. `at` is another one, of an epoch and a batch."""
+        epoch, given = (self._epoch, self._given) if at is None else at
         return {
-            "epoch": self._epoch,
-            "batches": self._given,
-            "samples": self.plan.samples(self._epoch, self._given),
+            "epoch": epoch,
+            "batches": given,
+            "samples": self.plan.samples(epoch, given),
             "plan": self.plan.identity(),
         }
 
@@ -144,6 +152,7 @@ class Loader:
             self.close()
             self._iteration += 1
             self._epoch, self._given = epoch, given
+            self._last = (epoch, given)
 
     def _rest_of_epoch(self, iteration: int) -> Iterator[Any]:
         for _ in range(len(self) - self._given):
@@ -160,10 +169,11 @@ class Loader:
             self.close()
             raise reply.kind(reply.message)
         self.skipped.update(reply.skipped)
+        self._last = (self._epoch, self._given)
         self._given += 1
         if self._given == len(self):
             self._epoch, self._given = self._epoch + 1, 0
-        return reply.batch
+        return unpacked(reply.batch) if self.num_workers else reply.batch
 
     def _next_reply(self) -> Reply | Failure:
         try:

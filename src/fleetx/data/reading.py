@@ -4,9 +4,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from fleetx.data.randomness import Epoch
+from fleetx.data.travelling import packed
 
 OnError = Literal["raise", "skip"]
 Collate = Callable[[list[Any]], Any]
@@ -71,7 +72,8 @@ class BatchReader(Dataset[Reply | Failure]):
             samples = [self._good_sample(number, epoch, skipped) for number in index.indices]
         except SampleError as bad:
             return Failure(bad.kind, str(bad))
-        return Reply(self.collate(samples), dict(skipped))
+        batch = self.collate(samples)
+        return Reply(batch if get_worker_info() is None else packed(batch), dict(skipped))
 
     def _good_sample(self, index: int, epoch: Epoch, skipped: Counter[str]) -> Any:
         if not isinstance(self.dataset, EpochSamples):

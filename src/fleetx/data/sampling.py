@@ -1,5 +1,6 @@
 """Which samples a worker sees: every sample once per epoch, dealt out to the workers batch by batch."""
 
+import os
 from collections.abc import Iterator
 from typing import Literal, Protocol, get_args
 
@@ -127,9 +128,13 @@ class ShardedBatches:
 
 
 def place(rank: int | None, workers: int | None) -> tuple[int, int]:
-    """This worker's number and how many there are; what is not given is asked of the job."""
-    number = world.rank() if rank is None else rank
-    count = world.size() if workers is None else workers
+    """This worker's number and how many there are; what is not given is asked of the job.
+
+    Before `fleet.init()` its launcher is asked: a loader made that early must not read everything on every worker.
+    """
+    waiting = not world.is_joined() and {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+    number = (int(os.environ["RANK"]) if waiting else world.rank()) if rank is None else rank
+    count = (world.launched_size() if waiting else world.size()) if workers is None else workers
     if not 0 <= number < count:
         raise ValueError(f"a worker's number is from 0 to workers - 1: got rank {number} of {count} workers.")
     return number, count

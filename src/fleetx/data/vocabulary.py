@@ -7,6 +7,8 @@ import numpy as np
 
 REQUIRED = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
 SPECIAL = (*REQUIRED, "[UNK]")
+# What an id can stand for.
+NOTHING, SPECIAL_TOKEN, ORDINARY_TOKEN = 0, 1, 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -16,8 +18,8 @@ class Vocabulary:
     ids: dict[str, int]
     size: int
     """One more than the largest id."""
-    known: frozenset[int]
-    """The ids that stand for a token."""
+    kinds: np.ndarray
+    """For each id below `size` whether it stands for nothing, a special token or an ordinary one."""
     special: np.ndarray
     """For each id whether it is a special token, which is never masked."""
     ordinary: np.ndarray
@@ -32,6 +34,34 @@ def load_vocabulary(path: str | Path) -> Vocabulary:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: there is no such vocabulary file.")
+    ids = _usual(path) or _careful(path)
+    missing = [token for token in REQUIRED if token not in ids]
+    if missing:
+        raise ValueError(f"{path}: a vocabulary needs {' '.join(REQUIRED)}; {' '.join(missing)} is missing.")
+    return _build(ids, path)
+
+
+def _usual(path: Path) -> dict[str, int] | None:
+    """The ids of a file in which everything is right, at the speed that is worth for 30,000 lines; else None."""
+    try:
+        text = path.read_bytes().decode()
+    except UnicodeDecodeError:
+        return None
+    lines = text.removesuffix("\n").split("\n")
+    if "\r" in text or not all(lines):
+        return None
+    if "\t" not in text:
+        ids = {token: number for number, token in enumerate(lines)}
+        return ids if len(ids) == len(lines) else None
+    pairs = [line.split("\t") for line in lines]
+    if not all(len(pair) == 2 and pair[0] and pair[1].isdecimal() for pair in pairs):
+        return None
+    ids = {token: int(number) for token, number in pairs}
+    return ids if len(ids) == len(lines) == len(set(ids.values())) else None
+
+
+def _careful(path: Path) -> dict[str, int]:
+    """The same line by line; raises with the place of what is wrong."""
     ids: dict[str, int] = {}
     taken: dict[int, str] = {}
     with path.open("rb") as file:
@@ -41,10 +71,7 @@ def load_vocabulary(path: str | Path) -> Vocabulary:
                 first = f"{token!r} has id {ids[token]}" if token in ids else f"id {value} is {taken[value]!r}"
                 raise ValueError(f"{path}:{number + 1}: a token and its id occur once, but {first} already.")
             ids[token], taken[value] = value, token
-    missing = [token for token in REQUIRED if token not in ids]
-    if missing:
-        raise ValueError(f"{path}: a vocabulary needs {' '.join(REQUIRED)}; {' '.join(missing)} is missing.")
-    return _build(ids, path)
+    return ids
 
 
 def _parse(line: bytes, number: int, where: str) -> tuple[str, int]:
@@ -61,9 +88,10 @@ def _build(ids: dict[str, int], path: Path) -> Vocabulary:
     size = max(ids.values()) + 1
     if size > 2**24:
         raise ValueError(f"{path}: ids must be below 2**24, the largest is {size - 1}.")
-    special = np.zeros(size, dtype=bool)
-    special[[ids[token] for token in SPECIAL if token in ids]] = True
-    ordinary = np.array(sorted(number for token, number in ids.items() if token not in SPECIAL))
+    kinds = np.full(size, NOTHING, dtype=np.uint8)
+    kinds[list(ids.values())] = ORDINARY_TOKEN
+    kinds[[ids[token] for token in SPECIAL if token in ids]] = SPECIAL_TOKEN
+    ordinary = np.flatnonzero(kinds == ORDINARY_TOKEN)
     if not len(ordinary):
         raise ValueError(f"{path}: the vocabulary holds special tokens only.")
-    return Vocabulary(ids, size, frozenset(ids.values()), special, ordinary)
+    return Vocabulary(ids, size, kinds, kinds == SPECIAL_TOKEN, ordinary)

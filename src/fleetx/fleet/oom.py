@@ -29,9 +29,7 @@ def explain(
     resident = {
         "parameters": _bytes(parameters),
         # Those of a window that failed are gone already.
-        "gradients, when all are there": sum(
-            p.numel() * max(p.element_size(), 4) for p in parameters if p.requires_grad
-        ),
+        "gradients, when all are there": sum(p.numel() * max(p.element_size(), 4) for p in trained),
         "optimizer state": _bytes(_tensors(optimizer.state)),
     }
     on_gpu = bool(parameters) and parameters[0].is_cuda

@@ -70,6 +70,8 @@ class DistributedOptimizer(Optimizer):
         self.strategy = strategy
         self.inner = _replacement(optimizer, strategy)
         self.engine = _engine(self.inner, strategy, scheduler, clip_norm, watch)
+        if strategy.compile:
+            self.engine.updater.compile()
         # A schedule made for this object moves after the first window, updated or skipped: torch need not warn.
         self._opt_called = True
         self._checked_alone = False

@@ -223,7 +223,10 @@ class Ending(_Hook):
         if run.nested:
             run.nested -= 1
             return
-        failed = output is None and sys.exc_info()[0] is not None
+        error = sys.exc_info()[1]
+        failed = output is None and error is not None
+        if failed and isinstance(error, torch.OutOfMemoryError):
+            error.add_note(f"FleetX: in the forward, in the segment that would have ended at {run.frame.name!r}.")
         run.end(failed=failed)
         missing = [] if failed else self.experience.missing()
         if missing:

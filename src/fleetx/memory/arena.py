@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -166,10 +167,14 @@ def _pages(amount: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(-1, amount), dtype=torch.uint8)
 
 
+def _cudart() -> Any:
+    return torch.cuda.cudart()
+
+
 def _register(memory: Tensor) -> None:
-    failure = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+    failure = _cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(failure) != 0:
-        torch.cuda.cudart().cudaGetLastError()  # else the next kernel would be blamed
+        _cudart().cudaGetLastError()  # else the next kernel would be blamed
         raise MemoryError(
             f"the system would not pin {format_bytes(memory.numel())} of host memory (CUDA error {int(failure)}): "
             "lower host_memory, or raise the limit on locked memory (ulimit -l)."
@@ -183,7 +188,7 @@ def _unpin(slab: Slab) -> None:
 
 def _unregister(pointer: int) -> None:
     torch.cuda.synchronize()  # a copy may still be under way
-    torch.cuda.cudart().cudaHostUnregister(pointer)
+    _cudart().cudaHostUnregister(pointer)
 
 
 def _available() -> int | None:

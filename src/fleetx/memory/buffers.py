@@ -71,7 +71,7 @@ class Known:
 class Snapshot:
     """A module before a forward."""
 
-    module: nn.Module
+    modules: list[nn.Module]  # itself and all in it
     copies: list[tuple[Slot, Tensor]]
     constants: list[Constant]
     attributes: list[Attribute]
@@ -89,7 +89,7 @@ class Snapshot:
                 )
         replaced = [c for c in self.constants if c.slot.tensor is not c.tensor and pointer_of(c.tensor) is not None]
         present = {slot: slot.tensor for slot in [slot for slot, _ in self.copies] + [c.slot for c in replaced]}
-        attributes = [(vars(module), vars(module).copy()) for module in self.module.modules()]
+        attributes = [(vars(module), vars(module).copy()) for module in self.modules]
         random = None if self.random is None else randomness.python_state()
         shared: dict[int, Tensor] = {}
         try:
@@ -121,26 +121,25 @@ class Watch:
         """The module as it is, as far as a forward may change it."""
         modules = list(module.modules())
         buffers = _slots(modules, "_buffers")
-        known = self._known.get(_key(module, modules))
+        known = self._known.get(_key(modules))
         if known is None:
             values = [Attribute(m, k, _noted(v)) for m in modules for k, v in vars(m).items() if isinstance(v, _VALUES)]
-            return Snapshot(module, _copied(buffers), _constants(buffers), values, randomness.python_state())
+            return Snapshot(modules, _copied(buffers), _constants(buffers), values, randomness.python_state())
         copied = {slot: None for slot in buffers if slot in known.changing or _is_counting(slot.owner)}
         others = [slot for slot in buffers if slot not in copied] + _slots(modules, "_parameters")
         values = [Attribute(owner, name, _noted(vars(owner).get(name))) for owner, name in known.counting]
         random = randomness.python_state() if known.draws else None
-        return Snapshot(module, _copied(list(copied)), _constants(others), values, random)
+        return Snapshot(modules, _copied(list(copied)), _constants(others), values, random)
 
     def after(self, snapshot: Snapshot) -> Snapshot | None:
         """What must be kept of it; None if something changed that had not been seen to change before."""
-        modules = list(snapshot.module.modules())
-        key = _key(snapshot.module, modules)
+        key = _key(snapshot.modules)
         known = self._known.get(key)
         if known is None:
             self._known[key] = known = _learned(snapshot)
             others = [slot for slot, _ in snapshot.copies if slot not in known.changing]
             snapshot.copies = [(slot, copy) for slot, copy in snapshot.copies if slot in known.changing]
-            snapshot.constants = _constants(others + _slots(modules, "_parameters"))
+            snapshot.constants = _constants(others + _slots(snapshot.modules, "_parameters"))
             snapshot.attributes = [one for one in snapshot.attributes if one[:2] in known.counting]
             snapshot.random = snapshot.random if known.draws else None
             return snapshot
@@ -172,8 +171,8 @@ def _constants(slots: list[Slot]) -> list[Constant]:
     return [Constant(slot, tensor, version_of(tensor)) for slot, tensor in held if tensor is not None]
 
 
-def _key(module: nn.Module, modules: list[nn.Module]) -> tuple[int, tuple[bool, ...]]:
-    return id(module), tuple(one.training for one in modules)
+def _key(modules: list[nn.Module]) -> tuple[int, tuple[bool, ...]]:
+    return id(modules[0]), tuple(one.training for one in modules)
 
 
 def _is_counting(owner: nn.Module) -> bool:

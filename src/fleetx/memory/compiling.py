@@ -88,7 +88,7 @@ class SharedCompilations:
                 self._functions[key] = torch.compile(own, **self.options)
             else:
                 # torch 2.11 cannot divide a graph so whose sizes are symbols: each size is compiled for itself.
-                options = {"dynamic": False} | self.options
+                options: dict[str, Any] = {"dynamic": False} | self.options
                 self._functions[key] = torch.compile(own_code(_selective(own, kinds)), **options)
         return self._functions[key]
 

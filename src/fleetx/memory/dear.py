@@ -1,6 +1,7 @@
 """Outputs that are saved because they take long to compute again: noted below autograd, given back when asked again."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,21 +40,37 @@ def _narrows(packet: Any, args: Sequence[Any]) -> bool:
     return weight.shape[-1] < read.shape[-1]
 
 
-class Saving(TorchDispatchMode):
-    """Notes the outputs of chosen operations, as long as it `is_on`."""
+@dataclass(eq=False)
+class Noted:
+    """The outputs of chosen operations, of those that ran while it `is_on`."""
 
-    def __init__(self, kinds: tuple[str, ...], device: torch.device, is_on: Callable[[], bool]) -> None:
+    kinds: tuple[str, ...]
+    device: torch.device
+    is_on: Callable[[], bool]
+    saved: "list[Saved | None]" = field(default_factory=list)
+
+    def chooses(self, function: Any, args: Sequence[Any]) -> bool:
+        """Whether the output of this operation is noted."""
+        return self.is_on() and is_dear(self.kinds, function, args)
+
+
+class Saving(TorchDispatchMode):
+    """Notes the outputs of chosen operations."""
+
+    def __init__(self, noted: Noted) -> None:
         super().__init__()
-        self.kinds = kinds
-        self.device = device
-        self.is_on = is_on
-        self.saved: list[Saved | None] = []
+        self.noted: Noted | None = noted
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        if self.is_on() and is_dear(self.kinds, func, args):
-            self.saved.append(Saved(output, func, self.device))
+        noted = self.noted
+        if noted is not None and noted.chooses(func, args):
+            noted.saved.append(Saved(output, func, noted.device))
         return output
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        super().__exit__(exc_type, exc_val, exc_tb)
+        self.noted = None  # torch gives modes to its threads, which may know them for some time
 
 
 class Saved:
@@ -89,14 +106,17 @@ class Saved:
 class Giving(TorchDispatchMode):
     """Gives noted outputs in place of computing them, in the order in which they were noted."""
 
-    def __init__(self, mode: Saving) -> None:
+    def __init__(self, noted: Noted) -> None:
         super().__init__()
-        self.kinds = mode.kinds
-        self.is_on = mode.is_on
-        self.saved = iter(list(mode.saved))
+        self.noted: Noted | None = noted
+        self.saved = iter(list(noted.saved))
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        super().__exit__(exc_type, exc_val, exc_tb)
+        self.noted, self.saved = None, iter(())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.is_on() and is_dear(self.kinds, func, args):
+        if self.noted is not None and self.noted.chooses(func, args):
             saved = next(self.saved, None)
             if saved is not None and saved.function is not func:
                 raise RuntimeError(

@@ -72,7 +72,7 @@ class Frame:
         self.random = randomness.state(device)
         self.saved: list[Saved] = []
         self.looks: list[tuple[Look, weakref.ref[Saved]]] = []
-        self.kept: dict[int, Tensor] = {}  # parameters and buffers by where their memory is
+        self.kept: dict[int, Any] = {}  # the memory of parameters and buffers, by where it is
         self.stops_early = True
         self.is_lost = False  # something happened that cannot be repeated
         self._again: dict[int, dict[int, tuple[Tensor, int]]] = {}
@@ -173,11 +173,17 @@ class Repetition:
                 frame.tape.repeat(self.fetch, self.around, self.is_done)
         except Enough:
             pass
+        except torch.OutOfMemoryError as error:
+            error.add_note(
+                f"FleetX: in the backward, while the segment that ends at {frame.name!r} was computed again."
+            )
+            raise
         finally:
             if torch.autocast_decrement_nesting() == 0:
                 torch.clear_autocast_cache()
             present.restore()
-        collected, self.collected = self.collected, {}
+            collected = self.collected
+            self.__dict__.clear()  # torch gives hooks to its threads, which may know them for some time
         return collected
 
     def is_done(self) -> bool:

@@ -120,6 +120,7 @@ class Run:
         self.nested = 0  # calls of the model by itself
         self.depth = 0  # within modules that run as a whole
         self._is_busy = False
+        self._is_off = False  # whether the recorder is
         self._is_calling = False
         self.ordinal = -1
         self.is_first = not experience.segments
@@ -127,7 +128,7 @@ class Run:
         self.containers: list[tuple[str, dict[str, int]]] = []
         # Held, so that their memory becomes nobody else's even if the model replaces them.
         kept = [t for t in [*model.parameters(), *model.buffers()] if not is_lazy(t)]
-        self._kept = {pointer: t for t in kept if (pointer := pointer_of(t)) is not None}
+        self._kept = {pointer: t.untyped_storage() for t in kept if (pointer := pointer_of(t)) is not None}
         self._readers: dict[int, list[tuple[Frame, weakref.ref[External]]]] = {}
         self._leaf: Leaf | None = None
         self._outer = active_run()
@@ -194,6 +195,7 @@ class Run:
         """The forward is over; what ran since the last cut stays as it is."""
         _active.run = self._outer
         self._end_leaf()
+        self._switch_on()
         self.recorder.__exit__(None, None, None)
         self._hooks.__exit__(None, None, None)
         if self.experience.compilations is not None:
@@ -235,10 +237,20 @@ class Run:
     def busy(self) -> Iterator[None]:
         """Inside, what is done is ours, and no part of the model."""
         self._is_busy = True
+        if self.recorder.is_innermost:  # else it stays, and does not listen; but each question costs time
+            self.recorder.__exit__(None, None, None)
+            self._is_off = True
         try:
             yield
         finally:
             self._is_busy = False
+            if self._leaf is None:
+                self._switch_on()
+
+    def _switch_on(self) -> None:
+        if self._is_off:
+            self.recorder.__enter__()
+            self._is_off = False
 
     @contextmanager
     def calling(self, args: Any, kwargs: Any, written: list[Tensor]) -> Iterator["Begun"]:
@@ -246,10 +258,10 @@ class Run:
         noted = None
         if written or kwargs.get("generator") is not None:
             noted = self._noted(args, kwargs, written)
-        begun = Begun(noted, written, len(self.frame.looks), self._saving())
+        begun = Begun(noted, written, len(self.frame.looks), self._dear())
         self._is_calling = True
         try:
-            with begun.saving or nullcontext():
+            with nullcontext() if begun.dear is None else dear.Saving(begun.dear):
                 yield begun
         finally:
             self._is_calling = False
@@ -259,7 +271,7 @@ class Run:
         tape, saves = self.frame.tape, range(begun.first, len(self.frame.looks))
         noted = begun.noted or self._noted(args, kwargs, [])
         call = tape.note_call(function, noted, output, Surroundings.now(self.devices), saves)
-        call.dear = begun.saving if begun.saving and begun.saving.saved else None
+        call.dear = begun.dear if begun.dear is not None and begun.dear.saved else None
         tape.note_written(begun.written)
         self._after_write(begun.written)
         segment = self.experience.cuts.operations.get(self._operation(function))
@@ -271,12 +283,12 @@ class Run:
         name, counts = self.containers[-1]
         return operation_name(name, function, counts)
 
-    def _saving(self) -> dear.Saving | None:
-        """Notes the dear outputs of what runs inside, if the segment saves them."""
+    def _dear(self) -> dear.Noted | None:
+        """For the dear outputs of a call, if the segment saves them."""
         state = self.frame.state
         if state.save != "dear" or self.experience.compilations is not None:
             return None
-        return dear.Saving(_kinds(state), self.device, _where_dear(state, self.experience))
+        return dear.Noted(_kinds(state), self.device, _where_dear(state, self.experience))
 
     # What is read and written -------------------------------------------------------------------------------
 
@@ -340,7 +352,7 @@ class Run:
             return
         saves = range(leaf.first, len(self.frame.looks))
         call = self.frame.tape.note_call(leaf.callee, leaf.noted, output, leaf.where, saves)
-        call.dear = leaf.saving
+        call.dear = leaf.dear
         self._learn_written(leaf)
         call.snapshot = self.experience.watch.after(leaf.snapshot)
         self.frame.is_lost |= call.snapshot is None
@@ -378,7 +390,7 @@ class Begun(NamedTuple):
     noted: tuple[list[Any], Structure] | None
     written: list[Tensor]
     first: int  # number of the first tensor that is saved
-    saving: dear.Saving | None
+    dear: dear.Noted | None
 
 
 class Leaf:
@@ -391,20 +403,18 @@ class Leaf:
         self.tensors, self.versions = tensors, [version_of(tensor) for tensor in tensors]
         self.first = len(run.frame.looks)
         self.callee: Callable[..., Any] = module
-        self.saving = run._saving()
+        self.dear = run._dear()
         self._undo: list[Callable[[], Any]] = []
         state, compilations = run.frame.state, run.experience.compilations
-        if run.recorder.is_innermost:  # else it stays, and does not listen
-            run.recorder.__exit__(None, None, None)
-            self._undo.append(run.recorder.__enter__)
         if compilations is not None:
             self.callee = compilations.callee(module, state)
             saving = compilations.saving(state)
             saving.__enter__()
             self._undo.append(lambda: saving.__exit__(None, None, None))
-        elif self.saving is not None:
-            self.saving.__enter__()
-            self._undo.append(lambda: self.saving.__exit__(None, None, None))
+        elif self.dear is not None:
+            saving = dear.Saving(self.dear)
+            saving.__enter__()
+            self._undo.append(lambda: saving.__exit__(None, None, None))
 
     def written(self) -> set[int]:
         """Which of its inputs the module wrote to."""

@@ -17,7 +17,10 @@ from fleetx.memory.structures import Structure, flatten, unflatten
 
 def version_of(tensor: Tensor) -> int:
     """How often the tensor was written to; -1 where torch does not count."""
-    return -1 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:
+        return -1
 
 
 def pointer_of(tensor: Tensor) -> int | None:

@@ -1,5 +1,7 @@
 """Small tools over lists of tensors: one call each, nothing read back by the host."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -28,8 +30,21 @@ def in_dtype(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return wanted
 
 
+def length_of_all(lengths: Sequence[Tensor]) -> Tensor:
+    """The length of everything together, from vectors of the lengths of its parts."""
+    wide = [length.to(lengths[0].device, torch.float64, non_blocking=True) for length in lengths]
+    return torch.linalg.vector_norm(torch.cat(wide))
+
+
 def number_on(value: float | Tensor, like: Tensor) -> float | Tensor:
     """A number as it is; a one-element tensor as 0-dim on the device and in the dtype of ``like``."""
     if not isinstance(value, Tensor):
         return value
     return value.detach().reshape(()).to(like.device, like.dtype, non_blocking=True)
+
+
+def times(tensors: list[Tensor], factor: float | Tensor) -> list[Tensor]:
+    """All tensors times one number; as they are if it is the number 1."""
+    if not isinstance(factor, Tensor) and factor == 1:
+        return tensors
+    return list(torch._foreach_mul(tensors, factor))

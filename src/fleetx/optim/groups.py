@@ -10,6 +10,7 @@ from torch import Tensor
 from fleetx import names
 from fleetx.names import ParameterInfo
 from fleetx.numbers import LOW_PRECISION
+from fleetx.optim.checks import check_number
 
 Group = dict[str, Any]
 State = dict[str, Tensor]
@@ -31,6 +32,24 @@ def call_it(group: Group, index: int) -> str:
     """How an error calls a parameter: by its name if it has one."""
     known = _info(group, index)
     return repr(known.name) if known else f"parameter {index} of its group"
+
+
+def fix_lr_shares(group: Group, *settings: str) -> None:
+    """Keep learning rates beside lr as multiples of it, so that schedules, which know only lr, move them too."""
+    for setting in settings:
+        if group[setting] is None:
+            group.pop(f"{setting}_ratio", None)
+            continue
+        check_number(setting, group[setting], usual="leave it out to use lr")
+        if f"{setting}_ratio" in group:
+            continue
+        lr = float(group.get("initial_lr", group["lr"]))
+        if lr == 0:
+            raise ValueError(
+                f"{setting}={group[setting]!r} follows the schedule as a multiple of lr, and lr is 0: "
+                "give the peak learning rate as lr and let the schedule begin at 0."
+            )
+        group[f"{setting}_ratio"] = group[setting] / lr
 
 
 def _info(group: Group, index: int) -> ParameterInfo | None:

@@ -2,57 +2,56 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.optimizer import ParamsT
 
+from fleetx.optim.buckets import Bucket
 from fleetx.optim.checks import check_lr, check_number, check_switch
-from fleetx.optim.foreach import Tensors, norms, number_on, scale_
+from fleetx.optim.foreach import Tensors, scale_
+from fleetx.optim.forms import LAMB_FORMS, has_ratio, named
 from fleetx.optim.groups import Group, State
-from fleetx.optim.layerwise import Bucket, LayerwiseOptimizer
+from fleetx.optim.layerwise import LayerwiseOptimizer
+from fleetx.optim.replacing import sharing
 
 
-def lamb_(
+def lamb_direction_(
     weights: Tensors,
     gradients: Tensors,
     means: Tensors,
     squares: Tensors,
     *,
-    lr: float | Tensor,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
-    adapt: bool,
     step: float,
-) -> None:
-    """``m``, ``s`` are Adam's moments, ``r`` its step with decay; ``p = p − lr·‖p‖/‖r‖·r``, in place."""
+    bias_correction: bool = True,
+) -> list[Tensor]:
+    """Move Adam's moments ``m`` and ``s``, in place; gives ``r``, Adam's step with decay."""
     beta1, beta2 = betas
     torch._foreach_lerp_(means, gradients, 1 - beta1)
     torch._foreach_mul_(squares, beta2)
     torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
 
     denominators = torch._foreach_sqrt(squares)
-    torch._foreach_div_(denominators, math.sqrt(1 - beta2**step))
+    torch._foreach_div_(denominators, math.sqrt(1 - beta2**step) if bias_correction else 1.0)
     torch._foreach_add_(denominators, eps)
-    steps = torch._foreach_div(means, 1 - beta1**step)
+    steps = torch._foreach_div(means, 1 - beta1**step if bias_correction else 1.0)
     torch._foreach_div_(steps, denominators)
     torch._foreach_add_(steps, weights, alpha=weight_decay)
-
-    scale_(steps, lr * lamb_ratio(weights, steps) if adapt else lr)
-    torch._foreach_sub_(weights, steps)
+    return list(steps)
 
 
-def lamb_ratio(weights: Tensors, steps: Tensors) -> Tensor:
-    """``‖p‖ / ‖r‖`` of each tensor; 1 where a norm is zero."""
-    p, r = norms(weights), norms(steps)
-    return torch.where((p > 0) & (r > 0), p / r, 1.0)
+def lamb_ratio(p: Tensor, r: Tensor, raw: float = 1.0) -> Tensor:
+    """``‖p‖/‖r‖`` of each pair of norms; ``raw`` where one of them is zero."""
+    return torch.where((p > 0) & (r > 0), p / r, raw)
 
 
 class Lamb(LayerwiseOptimizer):
-    """LAMB as Fleet means it: bias correction is inside the ratio.
+    """LAMB; in Fleet's form, which is the default, bias correction is inside the ratio.
 
     ::
 
@@ -62,6 +61,9 @@ class Lamb(LayerwiseOptimizer):
 
     A parameter without decay (excluded, or ``lamb_weight_decay=0``) has ratio 1, unless ``always_adapt``.
 
+    On a CUDA device a step is a few kernels for all parameters together and waits for nothing; lr may be a tensor on
+    the device, so that a CUDA graph can hold the step.
+
     Args:
         params: parameters, groups of them, or ``model.named_parameters()``.
         lr: learning rate, a number or a tensor of one element.
@@ -70,6 +72,16 @@ class Lamb(LayerwiseOptimizer):
         lamb_weight_decay: weight decay.
         exclude_from_weight_decay: patterns (see ``fleetx.optim.exclusion``) of parameters without decay.
         always_adapt: keep the ratio for parameters without decay too.
+        exclude_from_adaptation: patterns of parameters that have ratio 1; None leaves it to the form.
+        excluded_lr: learning rate of the parameters that have no ratio. It belongs to the ``lr`` given here: a
+            schedule that halves ``lr`` halves both.
+        zero_norm_lr: learning rate of a layer whose weights or steps are all zero; it follows the schedule too. None
+            is ``lr`` itself, Fleet's rule.
+        form: "fleet", "mlperf", "paper", "timm" or "nvlamb"; see ``fleetx.optim.forms`` for their formulas.
+        bias_correction: False leaves out the divisions by ``1 − b^t``.
+        max_grad_norm: shorten all gradients together to this length first; None does not, "form" is as the form says.
+        skip_nonfinite: leave the step out if a gradient is inf or NaN.
+        fused: True and False force and forbid the kernels; None uses them where they can be.
 
     Example:
         >>> import torch
@@ -84,6 +96,10 @@ class Lamb(LayerwiseOptimizer):
         ['exp_avg', 'exp_avg_sq', 'step']
     """
 
+    _buffers = ("exp_avg", "exp_avg_sq")
+    _counts_steps = True
+    _kernels = "lamb"
+
     def __init__(
         self,
         params: ParamsT,
@@ -93,6 +109,15 @@ class Lamb(LayerwiseOptimizer):
         lamb_weight_decay: float = 0.01,
         exclude_from_weight_decay: Sequence[str] = (),
         always_adapt: bool = False,
+        *,
+        exclude_from_adaptation: Sequence[str] | None = None,
+        excluded_lr: float | None = None,
+        zero_norm_lr: float | None = None,
+        form: str = "fleet",
+        bias_correction: bool = True,
+        max_grad_norm: float | Literal["form"] | None = "form",
+        skip_nonfinite: bool = False,
+        fused: bool | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -101,30 +126,25 @@ class Lamb(LayerwiseOptimizer):
             "lamb_weight_decay": lamb_weight_decay,
             "exclude_from_weight_decay": exclude_from_weight_decay,
             "always_adapt": always_adapt,
+            "exclude_from_adaptation": exclude_from_adaptation,
+            "excluded_lr": excluded_lr,
+            "zero_norm_lr": zero_norm_lr,
+            "form": form,
+            "bias_correction": bias_correction,
+            "max_grad_norm": max_grad_norm,
+            "skip_nonfinite": skip_nonfinite,
+            "fused": fused,
         }
         super().__init__(params, defaults)
 
     @classmethod
-    def replacing(
-        cls,
-        adam: Optimizer,
-        *,
-        lamb_weight_decay: float = 0.01,
-        exclude_from_weight_decay: Sequence[str] = (),
-        always_adapt: bool = False,
-    ) -> Self:
+    def replacing(cls, adam: Optimizer, **settings: Any) -> Self:
         """Take the place of an Adam or AdamW, on its own groups: its schedulers now drive this one.
 
-        lr, betas and eps are the wrapped one's.
+        ``settings`` are those of ``Lamb`` except for lr, betas and eps, which are the wrapped one's.
         """
-        _check_replaceable(adam, lamb_weight_decay)
-        return cls._sharing(
-            adam,
-            lr=adam.defaults["lr"],
-            lamb_weight_decay=lamb_weight_decay,
-            exclude_from_weight_decay=exclude_from_weight_decay,
-            always_adapt=always_adapt,
-        )
+        _check_replaceable(adam, settings.get("lamb_weight_decay", 0.01))
+        return sharing(cls, adam, ("lr", "betas", "eps"), settings)
 
     def _check_group(self, group: Group) -> None:
         check_lr(group["lr"])
@@ -136,32 +156,82 @@ class Lamb(LayerwiseOptimizer):
         check_number("eps", group["eps"], above=0, usual="1e-6 is usual")
         check_number("lamb_weight_decay", group["lamb_weight_decay"], usual="0.01 is usual, 0 is none")
         check_switch("always_adapt", group["always_adapt"])
+        check_switch("bias_correction", group["bias_correction"])
+        form = named(LAMB_FORMS, group["form"], "LAMB")
+        if group["max_grad_norm"] == "form":
+            group["max_grad_norm"] = form.max_grad_norm
 
-    def _prepare_state(self, state: State, weights: Tensor) -> None:
-        if "step" not in state:
-            # On the host, as torch's own: reading it there waits for nothing.
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            state["exp_avg"] = torch.zeros_like(weights)
-            state["exp_avg_sq"] = torch.zeros_like(weights)
-        state["step"] += 1
+    def _decay_and_adapts(self, group: Group, index: int) -> tuple[float, bool]:
+        decay = group["lamb_weight_decay"] if group["decays"][index] else 0.0
+        adapts = has_ratio(
+            LAMB_FORMS[group["form"]].adapted,
+            listed=group["exclude_from_adaptation"] is not None,
+            kept=group["adapts"][index],
+            decay=decay,
+            always=group["always_adapt"],
+        )
+        return decay, adapts
 
     def _traits(self, group: Group, index: int, state: State) -> tuple[Any, ...]:
-        return group["decays"][index], state["step"].item()
+        return *self._decay_and_adapts(group, index), state["step"].item() + 1
 
-    def _update(self, group: Group, bucket: Bucket) -> None:
-        decays, step = bucket.traits
-        weight_decay = group["lamb_weight_decay"] if decays else 0.0
-        lamb_(
+    def _measured_before(self, bucket: Bucket) -> Sequence[str]:  # noqa: ARG002
+        return ()
+
+    def _direct(self, bucket: Bucket) -> Sequence[str]:
+        group, (decay, adapts, step) = bucket.group, bucket.traits
+        for state in bucket.states:
+            state["step"] += 1
+        bucket.steps = lamb_direction_(
             bucket.weights,
             bucket.gradients,
             bucket.collect("exp_avg"),
             bucket.collect("exp_avg_sq"),
-            lr=number_on(group["lr"], like=bucket.weights[0]),
             betas=group["betas"],
             eps=group["eps"],
-            weight_decay=weight_decay,
-            adapt=weight_decay > 0 or group["always_adapt"],
+            weight_decay=decay,
             step=step,
+            bias_correction=group["bias_correction"],
+        )
+        return ("weights", "steps") if adapts else ()
+
+    def _move(self, bucket: Bucket) -> Tensor | None:
+        """``p = p − lr·ratio·r``."""
+        group = bucket.group
+        ratios, lr = None, bucket.lr
+        if bucket.traits[1]:
+            raw = group.get("zero_norm_lr_ratio", 1.0)
+            ratios = lamb_ratio(bucket.norms["weights"], bucket.norms["steps"], raw)
+        else:
+            lr = lr * group.get("excluded_lr_ratio", 1.0)
+        scale_(bucket.steps, lr if ratios is None else lr * ratios)
+        torch._foreach_sub_(bucket.weights, bucket.steps)
+        return ratios
+
+    def _hyper_key(self, group: Group) -> tuple[Any, ...]:
+        return (
+            *group["betas"],
+            group["eps"],
+            group["lamb_weight_decay"],
+            group["always_adapt"],
+            group["bias_correction"],
+            group.get("excluded_lr_ratio", 1.0),
+            group.get("zero_norm_lr_ratio", 1.0),
+            group["form"],
+        )
+
+    def _hyper_row(self, group: Group, index: int) -> tuple[float, ...]:
+        decay, adapts = self._decay_and_adapts(group, index)
+        beta1, beta2 = group["betas"]
+        return (
+            beta1,
+            beta2,
+            group["eps"],
+            decay,
+            float(adapts),
+            float(group["bias_correction"]),
+            1.0 if adapts else group.get("excluded_lr_ratio", 1.0),
+            group.get("zero_norm_lr_ratio", 1.0) if adapts else 1.0,
         )
 
 

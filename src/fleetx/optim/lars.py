@@ -1,34 +1,34 @@
 """LARS: momentum whose step is scaled per layer by the ratio of weight norm to gradient norm."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import ParamsT
 
+from fleetx.optim.buckets import Bucket
 from fleetx.optim.checks import check_lr, check_number, check_switch
-from fleetx.optim.foreach import Tensors, norms, number_on, scale_
+from fleetx.optim.foreach import Tensors, scale_
+from fleetx.optim.forms import LARS_FORMS, has_ratio, named
 from fleetx.optim.groups import Group, State
-from fleetx.optim.layerwise import Bucket, LayerwiseOptimizer
+from fleetx.optim.layerwise import LayerwiseOptimizer
+from fleetx.optim.replacing import sharing
 
 
 def lars_(
     weights: Tensors,
     gradients: Tensors,
     velocities: Tensors,
+    ratio: float | Tensor,
     *,
     lr: float | Tensor,
     momentum: float,
-    coeff: float,
     weight_decay: float,
-    epsilon: float,
-    adapt: bool,
     lr_in_momentum: bool,
 ) -> None:
-    """``v = momentum·v + local_lr·(g + weight_decay·p)``, ``p = p − v``, in place on one bucket."""
-    ratio = lars_ratio(weights, gradients, coeff, weight_decay, epsilon) if adapt else 1.0
+    """``v = momentum·v + lr·ratio·(g + weight_decay·p)``, ``p = p − v``, in place on one bucket."""
     steps = torch._foreach_add(gradients, weights, alpha=weight_decay)
     scale_(steps, lr * ratio if lr_in_momentum else ratio)
     torch._foreach_mul_(velocities, momentum)
@@ -39,14 +39,13 @@ def lars_(
         torch._foreach_sub_(weights, torch._foreach_mul(velocities, lr))
 
 
-def lars_ratio(weights: Tensors, gradients: Tensors, coeff: float, weight_decay: float, epsilon: float) -> Tensor:
-    """``coeff·‖p‖ / (‖g‖ + weight_decay·‖p‖ + epsilon)`` of each tensor; 1 where a norm is zero."""
-    p, g = norms(weights), norms(gradients)
-    return torch.where((p > 0) & (g > 0), coeff * p / (g + weight_decay * p + epsilon), 1.0)
+def lars_ratio(p: Tensor, g: Tensor, coeff: float, weight_decay: float, epsilon: float, raw: float = 1.0) -> Tensor:
+    """``coeff·‖p‖ / (‖g‖ + weight_decay·‖p‖ + epsilon)`` of each pair of norms; ``raw`` where one is zero."""
+    return torch.where((p > 0) & (g > 0), coeff * p / (g + weight_decay * p + epsilon), raw)
 
 
 class Lars(LayerwiseOptimizer):
-    """LARS as Fleet means it: the learning rate is inside the momentum buffer.
+    """LARS; in Fleet's form, which is the default, the learning rate is inside the momentum buffer.
 
     ::
 
@@ -54,20 +53,29 @@ class Lars(LayerwiseOptimizer):
         v = momentum·v + local_lr · (g + lars_weight_decay·p)
         p = p − v
 
+    On a CUDA device a step is a few kernels for all parameters together and waits for nothing; lr may be a tensor on
+    the device, so that a CUDA graph can hold the step.
+
     Args:
         params: parameters, groups of them, or ``model.named_parameters()``.
         lr: learning rate, a number or a tensor of one element.
         momentum: how much of the last step remains.
         lars_coeff: the length of a step relative to the weights'.
         lars_weight_decay: weight decay; 0 does not switch the adaptation off, only exclusion does.
-        epsilon: added to the denominator only.
+        epsilon: added to the denominator only; "form" is as the form says: 0, and 1e-8 for timm's.
         exclude_from_weight_decay: patterns (see ``fleetx.optim.exclusion``). What they take has no decay and,
             unless ``exclude_from_adaptation`` says otherwise, moves by plain momentum at ``lr``.
         exclude_from_adaptation: patterns of parameters that move at ``lr`` itself; None means the same list.
         excluded_lr: learning rate of the parameters excluded from adaptation. It belongs to the ``lr`` given
             here: a schedule that halves ``lr`` halves both.
+        zero_norm_lr: learning rate of a layer whose weights or gradients are all zero, as a new layer's may be; it
+            follows the schedule as ``excluded_lr`` does. None is ``lr`` itself, Fleet's rule.
         lr_in_momentum: False keeps lr out of the buffer (``v = momentum·v + ratio·(…)``, ``p = p − lr·v``),
-            as some other libraries do. The two differ as soon as lr changes.
+            as some other libraries do. The two differ as soon as lr changes. None is as the form says.
+        form: "fleet", "mlperf", "paper" or "timm"; see ``fleetx.optim.forms`` for their formulas.
+        max_grad_norm: shorten all gradients together to this length first; None does not.
+        skip_nonfinite: leave the step out if a gradient is inf or NaN.
+        fused: True and False force and forbid the kernels; None uses them where they can be.
 
     Example:
         >>> import torch
@@ -86,10 +94,9 @@ class Lars(LayerwiseOptimizer):
         torch.Size([8, 4])
     """
 
-    _masks: ClassVar[dict[str, str]] = {
-        "decays": "exclude_from_weight_decay",
-        "adapts": "exclude_from_adaptation",
-    }
+    _buffers = ("momentum_buffer",)
+    _counts_steps = False
+    _kernels = "lars"
 
     def __init__(
         self,
@@ -98,12 +105,17 @@ class Lars(LayerwiseOptimizer):
         momentum: float = 0.9,
         lars_coeff: float = 0.001,
         lars_weight_decay: float = 0.0005,
-        epsilon: float = 0.0,
+        epsilon: float | Literal["form"] = "form",
         exclude_from_weight_decay: Sequence[str] = (),
         *,
         exclude_from_adaptation: Sequence[str] | None = None,
         excluded_lr: float | None = None,
-        lr_in_momentum: bool = True,
+        zero_norm_lr: float | None = None,
+        lr_in_momentum: bool | None = None,
+        form: str = "fleet",
+        max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
+        fused: bool | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -114,83 +126,102 @@ class Lars(LayerwiseOptimizer):
             "exclude_from_weight_decay": exclude_from_weight_decay,
             "exclude_from_adaptation": exclude_from_adaptation,
             "excluded_lr": excluded_lr,
+            "zero_norm_lr": zero_norm_lr,
             "lr_in_momentum": lr_in_momentum,
+            "form": form,
+            "max_grad_norm": max_grad_norm,
+            "skip_nonfinite": skip_nonfinite,
+            "fused": fused,
         }
         super().__init__(params, defaults)
 
     @classmethod
-    def replacing(
-        cls,
-        sgd: Optimizer,
-        *,
-        lars_coeff: float = 0.001,
-        lars_weight_decay: float = 0.0005,
-        epsilon: float = 0.0,
-        exclude_from_weight_decay: Sequence[str] = (),
-        exclude_from_adaptation: Sequence[str] | None = None,
-        excluded_lr: float | None = None,
-        lr_in_momentum: bool = True,
-    ) -> Self:
-        """Take the place of an SGD with momentum, on its own groups: its schedulers now drive this one."""
+    def replacing(cls, sgd: Optimizer, **settings: Any) -> Self:
+        """Take the place of an SGD with momentum, on its own groups: its schedulers now drive this one.
+
+        ``settings`` are those of ``Lars`` except for lr and momentum, which are the wrapped one's.
+        """
         _check_replaceable(sgd)
-        return cls._sharing(
-            sgd,
-            lr=sgd.defaults["lr"],
-            lars_coeff=lars_coeff,
-            lars_weight_decay=lars_weight_decay,
-            epsilon=epsilon,
-            exclude_from_weight_decay=exclude_from_weight_decay,
-            exclude_from_adaptation=exclude_from_adaptation,
-            excluded_lr=excluded_lr,
-            lr_in_momentum=lr_in_momentum,
-        )
+        return sharing(cls, sgd, ("lr", "momentum"), settings)
 
     def _check_group(self, group: Group) -> None:
         check_lr(group["lr"])
         check_number("momentum", group["momentum"], below=1, usual="0.9 is usual")
         check_number("lars_coeff", group["lars_coeff"], above=0, usual="0.001 is usual")
         check_number("lars_weight_decay", group["lars_weight_decay"], usual="0.0005 is usual, 0 is none")
+        form = named(LARS_FORMS, group["form"], "LARS")
+        if group["epsilon"] == "form":
+            group["epsilon"] = form.epsilon
         check_number("epsilon", group["epsilon"], usual="0 is usual")
+        if group["lr_in_momentum"] is None:
+            group["lr_in_momentum"] = form.lr_in_momentum
         check_switch("lr_in_momentum", group["lr_in_momentum"])
-        if group["excluded_lr"] is not None:
-            _fix_excluded_lr_ratio(group)
 
-    def _prepare_state(self, state: State, weights: Tensor) -> None:
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(weights)
+    def _decay_and_adapts(self, group: Group, index: int) -> tuple[float, bool]:
+        decay = group["lars_weight_decay"] if group["decays"][index] else 0.0
+        adapted = LARS_FORMS[group["form"]].adapted
+        listed = group["exclude_from_adaptation"] is not None
+        return decay, has_ratio(adapted, listed=listed, kept=group["adapts"][index], decay=decay)
 
     def _traits(self, group: Group, index: int, state: State) -> tuple[Any, ...]:  # noqa: ARG002
-        return group["decays"][index], group["adapts"][index]
+        return self._decay_and_adapts(group, index)
 
-    def _update(self, group: Group, bucket: Bucket) -> None:
-        decays, adapts = bucket.traits
-        lr = number_on(group["lr"], like=bucket.weights[0])
+    def _measured_before(self, bucket: Bucket) -> Sequence[str]:
+        return ("weights", "gradients") if bucket.traits[1] else ()
+
+    def _direct(self, bucket: Bucket) -> Sequence[str]:  # noqa: ARG002
+        return ()
+
+    def _move(self, bucket: Bucket) -> Tensor | None:
+        group, (decay, adapts) = bucket.group, bucket.traits
+        ratios, lr = None, bucket.lr
+        if adapts:
+            ratios = lars_ratio(
+                bucket.norms["weights"],
+                bucket.norms["gradients"],
+                group["lars_coeff"],
+                decay,
+                group["epsilon"],
+                group.get("zero_norm_lr_ratio", 1.0),
+            )
+        else:
+            lr = lr * group.get("excluded_lr_ratio", 1.0)
         lars_(
             bucket.weights,
             bucket.gradients,
             bucket.collect("momentum_buffer"),
-            lr=lr if adapts else lr * group.get("excluded_lr_ratio", 1.0),
+            1.0 if ratios is None else ratios,
+            lr=lr,
             momentum=group["momentum"],
-            coeff=group["lars_coeff"],
-            weight_decay=group["lars_weight_decay"] if decays else 0.0,
-            epsilon=group["epsilon"],
-            adapt=adapts,
+            weight_decay=decay,
             lr_in_momentum=group["lr_in_momentum"],
         )
+        return ratios
 
-
-def _fix_excluded_lr_ratio(group: Group) -> None:
-    """Keep excluded_lr as a multiple of lr, so that schedules, which know only lr, move both."""
-    check_number("excluded_lr", group["excluded_lr"], usual="leave it out to use lr")
-    if "excluded_lr_ratio" in group:
-        return
-    lr = float(group.get("initial_lr", group["lr"]))
-    if lr == 0:
-        raise ValueError(
-            f"excluded_lr={group['excluded_lr']!r} follows the schedule as a multiple of lr, and lr is 0: "
-            "give the peak learning rate as lr and let the schedule begin at 0."
+    def _hyper_key(self, group: Group) -> tuple[Any, ...]:
+        return (
+            group["momentum"],
+            group["lars_coeff"],
+            group["lars_weight_decay"],
+            group["epsilon"],
+            group.get("excluded_lr_ratio", 1.0),
+            group.get("zero_norm_lr_ratio", 1.0),
+            group["lr_in_momentum"],
+            group["form"],
         )
-    group["excluded_lr_ratio"] = group["excluded_lr"] / lr
+
+    def _hyper_row(self, group: Group, index: int) -> tuple[float, ...]:
+        decay, adapts = self._decay_and_adapts(group, index)
+        return (
+            group["momentum"],
+            group["lars_coeff"],
+            decay,
+            group["epsilon"],
+            1.0 if adapts else group.get("excluded_lr_ratio", 1.0),
+            float(adapts),
+            float(group["lr_in_momentum"]),
+            group.get("zero_norm_lr_ratio", 1.0) if adapts else 1.0,
+        )
 
 
 def _check_replaceable(sgd: Optimizer) -> None:

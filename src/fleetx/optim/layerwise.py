@@ -1,37 +1,26 @@
-"""What Lars and Lamb share: who is excluded, fp32 masters, buckets of like tensors, state dicts."""
+"""What Lars and Lamb share: who is excluded, fp32 masters, buckets of like tensors, state dicts.
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any, ClassVar, Self
+The formulas exist twice: as foreach operations, which run everywhere and are the reference, and as kernels
+(``fleetx.optim.fused``), which a CUDA device gets by itself.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
-from fleetx import names
-from fleetx.optim.exclusion import Exclusion, ExclusionRow, check_patterns, exclude
-from fleetx.optim.foreach import in_dtype
-from fleetx.optim.groups import DTYPES, Group, State, call_it, infos, working_dtype
-from fleetx.optim.state_dicts import check_saved, restored_state
-
-
-@dataclass
-class Bucket:
-    """Parameters of one device, one dtype and equal traits: one foreach call serves them all.
-
-    ``weights`` are what the formulas read and write: the fp32 master where there is one, else the parameter.
-    """
-
-    traits: tuple[Any, ...]
-    parameters: list[Tensor] = field(default_factory=list)
-    weights: list[Tensor] = field(default_factory=list)
-    gradients: list[Tensor] = field(default_factory=list)
-    states: list[State] = field(default_factory=list)
-
-    def collect(self, name: str) -> list[Tensor]:
-        """One entry of every parameter's state."""
-        return [state[name] for state in self.states]
+from fleetx.optim import groups, settling, state_dicts
+from fleetx.optim.buckets import Bucket, measure
+from fleetx.optim.checks import check_count, check_number, check_switch
+from fleetx.optim.exclusion import ExclusionRow
+from fleetx.optim.foreach import in_dtype, length_of_all, number_on, times
+from fleetx.optim.fused import FusedStep, obstacle
+from fleetx.optim.groups import Group, State, call_it, fix_lr_shares, working_dtype
+from fleetx.optim.scaling import refuse_scaled_gradients
+from fleetx.optim.sharded import gradient_of, local
+from fleetx.optim.watching import Entry, TrustRatios, Watch
 
 
 class LayerwiseOptimizer(Optimizer):
@@ -44,24 +33,51 @@ class LayerwiseOptimizer(Optimizer):
 
     **Exclusions** are decided when a group is added and kept in it as one bool per parameter, beside the
     patterns. Groups that state the same patterns are judged together: a pattern must take something in one.
+    ``print(optimizer.exclusion_table())`` shows what they took.
+
+    **Left out.** With ``skip_nonfinite``, or a ``found_inf`` from torch's GradScaler or from FleetX's step, a step
+    whose gradients are inf or NaN changes nothing at all: no weight, no state, no count. Kernels decide that on the
+    device; the foreach form asks for the answer, which waits for a device.
+
+    **Zero weights.** A layer whose weights or gradients have length zero has no trust ratio: it moves at ``lr``
+    itself, or at ``zero_norm_lr``. Where that is far more than the other layers got, the log says so after the
+    first step.
+
+    **Sharded parameters** (``fully_shard``) are served by the foreach form: each rank moves its own part, and all
+    norms of a step travel in one all-reduce. LAMB has a second one where it clips or checks.
 
     **Loading.** Hyper-parameters come from the saved state, as in torch. Exclusions do not: an optimizer
-    keeps its own, and a saved state that was trained with others is refused.
+    keeps its own, and a saved state that was trained with others is refused. Nor does ``fused``, which is a
+    matter of the machine. States of timm's and apex's LARS and LAMB are converted (``fleetx.optim.foreign``).
     """
 
     keeps_masters: ClassVar[bool] = True
-    # The mask that each exclusion setting gives; a setting of None follows exclude_from_weight_decay.
-    _masks: ClassVar[dict[str, str]] = {"decays": "exclude_from_weight_decay"}
+    _masks: ClassVar[settling.Masks] = {
+        "decays": "exclude_from_weight_decay",
+        "adapts": "exclude_from_adaptation",
+    }
+    # Said once for all groups: a step is left out, clipped and launched as a whole.
+    _common: ClassVar[tuple[str, ...]] = ("fused", "max_grad_norm", "skip_nonfinite")
+    _buffers: ClassVar[tuple[str, ...]]
+    _counts_steps: ClassVar[bool]
+    _kernels: ClassVar[str]
 
     _settles_each_group = True
     _replaced: Optimizer | None = None
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
-        self._versions_written: dict[Tensor, int] = {}
+        self._begin()
         self._settles_each_group = False  # a pattern may take something in the last group only
         super().__init__(params, defaults)
         self._settles_each_group = True
         self._settle_groups()
+
+    def _begin(self) -> None:
+        """What is neither saved nor copied."""
+        self._versions_written: dict[int, tuple[int, int]] = {}
+        self._fused_step = FusedStep()
+        self._watch = Watch()
+        self._checked_scaling = False
 
     # What Lars and Lamb fill in.
 
@@ -69,16 +85,32 @@ class LayerwiseOptimizer(Optimizer):
         """Raise if a setting of the group is wrong; derive what depends on several."""
         raise NotImplementedError
 
-    def _prepare_state(self, state: State, weights: Tensor) -> None:
-        """Make what is missing of a parameter's state, and count the step."""
+    def _decay_and_adapts(self, group: Group, index: int) -> tuple[float, bool]:
+        """The weight decay of a parameter, and whether it has a trust ratio."""
         raise NotImplementedError
 
     def _traits(self, group: Group, index: int, state: State) -> tuple[Any, ...]:
         """What parameters must have in common to be updated together."""
         raise NotImplementedError
 
-    def _update(self, group: Group, bucket: Bucket) -> None:
-        """Apply the formula to one bucket, in place."""
+    def _measured_before(self, bucket: Bucket) -> Sequence[str]:
+        """The lists of a bucket whose norms the formula needs before anything moves."""
+        raise NotImplementedError
+
+    def _direct(self, bucket: Bucket) -> Sequence[str]:
+        """Prepare the step; gives the lists whose norms the rest of the formula needs."""
+        raise NotImplementedError
+
+    def _move(self, bucket: Bucket) -> Tensor | None:
+        """Move the weights; gives the trust ratios if the bucket has them."""
+        raise NotImplementedError
+
+    def _hyper_key(self, group: Group) -> tuple[Any, ...]:
+        """All settings of a group that its rows depend on."""
+        raise NotImplementedError
+
+    def _hyper_row(self, group: Group, index: int) -> tuple[float, ...]:
+        """The settings of one parameter, as the kernels read them."""
         raise NotImplementedError
 
     # The step.
@@ -92,15 +124,85 @@ class LayerwiseOptimizer(Optimizer):
                 loss = closure()
         if any("decays" not in group for group in self.param_groups):
             self._settle_groups()  # a group was added through the optimizer this one replaced
-        self._refuse_sparse_gradients()
-        for group in self.param_groups:
-            for bucket in self._buckets(group):
-                self._update(group, bucket)
-                self._copy_masters(bucket)
+        compiling = torch.compiler.is_compiling()  # what looks around would break the graph
+        if not self._checked_scaling and not compiling:
+            self._checked_scaling = True
+            if getattr(self, "grad_scale", None) is None:
+                refuse_scaled_gradients(self)
+        if self._uses_kernels():
+            self._fused_step(self)
+        else:
+            self._refuse_sparse_gradients()
+            self._step_by_foreach()
+        if not compiling:
+            self._watch.tell_of_zeros(self._raw_ratios, self._labels)
         if self._replaced is not None:
             # A scheduler bound to the replaced one warns if that never stepped; it did, through us.
             self._replaced._opt_called = True  # pyrefly: ignore[missing-attribute]
         return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether the device alone can leave a step out: torch's GradScaler and FleetX's step ask."""
+        return self._uses_kernels()
+
+    def _uses_kernels(self) -> bool:
+        wish = self.param_groups[0]["fused"]
+        if wish is False:
+            return False
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        if wish is None and not (parameters and parameters[0].is_cuda):
+            return False
+        reason = obstacle(parameters)
+        if reason and wish:
+            raise ValueError(
+                f"fused=True needs parameters that kernels can serve, and {reason}: "
+                "leave fused out to use kernels where they can be."
+            )
+        return reason is None
+
+    def _step_by_foreach(self) -> None:
+        found_inf = getattr(self, "found_inf", None)
+        skipped = found_inf is not None and bool(found_inf)
+        buckets = [] if skipped else self._buckets()
+        if skipped or (buckets and not self._unscale_and_clip(buckets)):
+            if self._watch.wants:  # a step without ratios, as one that kernels left out
+                nothing = torch.empty(0, dtype=torch.float64, device=self.param_groups[0]["params"][0].device)
+                self._watch.record(Entry([], nothing), self._read_ratios)
+            return
+        measure(buckets, self._direct)
+        entries = []
+        for bucket in buckets:
+            ratios = self._move(bucket)
+            self._copy_masters(bucket)
+            if ratios is not None and self._watch.wants:
+                entries.append(Entry(bucket.numbers, ratios.to(buckets[0].weights[0].device, torch.float64)))
+        if entries:
+            numbers = [number for entry in entries for number in entry.numbers]
+            self._watch.record(Entry(numbers, torch.cat([entry.values for entry in entries])), self._read_ratios)
+
+    def _unscale_and_clip(self, buckets: Sequence[Bucket]) -> bool:
+        """Measure and shorten the gradients; False if the step is left out."""
+        scale = getattr(self, "grad_scale", None)
+        if scale is not None:
+            factor = 1.0 / (scale.double() if isinstance(scale, Tensor) else scale)
+            for bucket in buckets:
+                bucket.gradients = times(bucket.gradients, number_on(factor, like=bucket.weights[0]))
+        limit, check = (self.param_groups[0][name] for name in ("max_grad_norm", "skip_nonfinite"))
+        together = ("gradients",) if limit is not None or check else ()
+        measure(buckets, lambda bucket: dict.fromkeys([*self._measured_before(bucket), *together]))
+        if not together:
+            return True
+        length = length_of_all([bucket.norms["gradients"] for bucket in buckets])
+        if check and not bool(length.isfinite()):
+            return False
+        if limit is not None:
+            clip = torch.where(length > limit, limit / length, 1.0)
+            for bucket in buckets:
+                factor = number_on(clip, like=bucket.weights[0])
+                bucket.gradients = times(bucket.gradients, factor)
+                bucket.norms["gradients"] = bucket.norms["gradients"] * factor
+        return True
 
     def _refuse_sparse_gradients(self) -> None:
         # Before anything moves: a half-made update cannot be taken back.
@@ -113,24 +215,40 @@ class LayerwiseOptimizer(Optimizer):
                         f"{gradient.layout}: use sparse=False, or another optimizer for it."
                     )
 
-    def _buckets(self, group: Group) -> Iterable[Bucket]:
+    def _buckets(self) -> list[Bucket]:
         buckets: dict[tuple[Any, ...], Bucket] = {}
-        for index, parameter in enumerate(group["params"]):
+        for number, group, index, parameter in self._places():
             if parameter.grad is None or parameter.numel() == 0:
                 continue
             state = self.state[parameter]
             weights = self._weights(parameter, state)
-            self._prepare_state(state, weights)
+            self._make_state(state, weights)
+            if self._counts_steps and state["step"].device.type != "cpu":
+                state["step"] = state["step"].cpu()  # once, when kernels served until now
             traits = self._traits(group, index, state)
-            key = (weights.device, weights.dtype, *traits)
-            bucket = buckets.get(key) or buckets.setdefault(key, Bucket(traits))
+            key = (id(group), weights.device, weights.dtype, *traits)
+            bucket = buckets.get(key) or buckets.setdefault(key, Bucket(group, traits))
+            bucket.numbers.append(number)
             bucket.parameters.append(parameter)
-            bucket.weights.append(weights)
-            bucket.gradients.append(parameter.grad)
+            bucket.weights.append(local(weights))
+            bucket.gradients.append(gradient_of(parameter))
             bucket.states.append(state)
         for bucket in buckets.values():
             bucket.gradients = in_dtype(bucket.gradients, bucket.weights[0].dtype)
-        return buckets.values()
+        return list(buckets.values())
+
+    def _places(self) -> Iterable[tuple[int, Group, int, Tensor]]:
+        places = [(group, index, p) for group in self.param_groups for index, p in enumerate(group["params"])]
+        return ((number, *place) for number, place in enumerate(places))
+
+    def _make_state(self, state: State, weights: Tensor) -> None:
+        """Make what is missing of a parameter's state."""
+        for name in self._buffers:
+            if name not in state:
+                state[name] = torch.zeros_like(weights)
+        if self._counts_steps and "step" not in state:
+            # On the host, as torch's own: reading it there waits for nothing. Kernels take it to the device.
+            state["step"] = torch.zeros((), dtype=torch.float32)
 
     # Masters.
 
@@ -141,19 +259,48 @@ class LayerwiseOptimizer(Optimizer):
         master = state.get("master")
         if master is None:
             master = state["master"] = parameter.detach().to(dtype)
-        elif self._versions_written.get(parameter) != parameter._version:
+        elif self._versions_written.get(id(parameter)) != _version(parameter):
             # Written since our last step, or just loaded. Where the parameter still is the rounded master,
             # the master keeps its finer bits.
-            unchanged = parameter == master.to(parameter.dtype)
-            master.copy_(torch.where(unchanged, master, parameter.to(dtype)))
+            own, low = local(master), local(parameter.detach())
+            own.copy_(torch.where(low == own.to(low.dtype), own, low.to(dtype)))
         return master
 
     def _copy_masters(self, bucket: Bucket) -> None:
-        pairs = [(p, w) for p, w in zip(bucket.parameters, bucket.weights, strict=True) if p is not w]
+        pairs = [(p, w) for p, w in zip(bucket.parameters, bucket.weights, strict=True) if p.dtype != w.dtype]
         if pairs:
-            torch._foreach_copy_([parameter for parameter, _ in pairs], [master for _, master in pairs])
-        for parameter, _ in pairs:
-            self._versions_written[parameter] = parameter._version
+            torch._foreach_copy_([local(parameter) for parameter, _ in pairs], [master for _, master in pairs])
+        self._note_written([parameter for parameter, _ in pairs])
+
+    def _note_written(self, parameters: Iterable[Tensor]) -> None:
+        """Remember that we wrote these ourselves."""
+        self._versions_written.update({id(parameter): _version(parameter) for parameter in parameters})
+
+    # Trust ratios.
+
+    def observe_trust_ratios(self, every: int | None) -> None:
+        """Collect the trust ratios of every step, and hand them out every so many; None stops it."""
+        if every is not None:
+            check_count("every", every, usual="100 is usual, None stops it")
+        self._watch.every = every
+        self._watch.latest = None
+
+    @property
+    def trust_ratios(self) -> TrustRatios | None:
+        """The ratios handed out last; None if ``observe_trust_ratios`` has not had its steps yet."""
+        return self._watch.latest
+
+    def _read_ratios(self, entries: Sequence[Entry]) -> TrustRatios:
+        adapted = [number for number, group, index, _ in self._places() if self._decay_and_adapts(group, index)[1]]
+        return TrustRatios(entries, self._labels, adapted)
+
+    def _labels(self) -> list[str]:
+        infos = groups.infos(self.param_groups)
+        return [info.name if info else f"parameter {number}" for number, info in enumerate(infos)]
+
+    def _raw_ratios(self) -> list[float]:
+        """What stands for the ratio of a layer without length."""
+        return [group.get("zero_norm_lr_ratio", 1.0) for _, group, _, _ in self._places()]
 
     # Groups and exclusions.
 
@@ -172,82 +319,54 @@ class LayerwiseOptimizer(Optimizer):
         settings = list(self._masks.values())
         if setting not in settings:
             raise ValueError(f"{type(self).__name__} has no {setting!r}: ask for one of {', '.join(settings)}.")
-        taken: dict[str, tuple[str, ...]] = {}
-        for _, exclusion in self._judge(setting):
-            for pattern, took in exclusion.taken.items():
-                taken[pattern] = taken.get(pattern, ()) + took
-        return Exclusion((), taken).rows()
+        return settling.rows(self.param_groups, setting)
+
+    def exclusion_table(self) -> str:
+        """What was excluded from decay, and from adaptation by lists and by the form, as a table to print."""
+        decided = [self._decay_and_adapts(group, index) for _, group, index, _ in self._places()]
+        listed = any(group["exclude_from_adaptation"] is not None for group in self.param_groups)
+        parts = {
+            "without weight decay": self.exclusion_rows(),
+            "without trust ratio": self.exclusion_rows("exclude_from_adaptation") if listed else [],
+        }
+        counts = {
+            "without weight decay": sum(not decay for decay, _ in decided),
+            "without trust ratio": sum(not adapts for _, adapts in decided),
+        }
+        title = f"{type(self).__name__}, form {self.param_groups[0]['form']}"
+        return settling.table(title, parts, counts, of=len(decided))
 
     def _settle_groups(self) -> None:
         """Check every group, and write the masks its patterns give into it."""
         for group in self.param_groups:
             for name, default in self.defaults.items():
                 group.setdefault(name, default)
-            self._check_dtypes(group)
+            if self._replaced is not None and "decays" not in group:
+                group["fused"] = self.param_groups[0]["fused"]  # added through the replaced one, whose kernels differ
+            settling.check_dtypes(type(self).__name__, group)
             self._check_group(group)
-            for setting in self._masks.values():
-                if group[setting] is not None:
-                    check_patterns(group[setting], setting)
-                    group[setting] = list(group[setting])
-        for mask, setting in self._masks.items():
-            for groups, exclusion in self._judge(setting):
-                excluded = iter(exclusion.mask)
-                for group in groups:
-                    group[mask] = [not next(excluded) for _ in group["params"]]
+            fix_lr_shares(group, "excluded_lr", "zero_norm_lr")
+            self._check_common(group)
+        settling.settle(self.param_groups, self._masks)
 
-    def _check_dtypes(self, group: Group) -> None:
-        for index, parameter in enumerate(group["params"]):
-            if parameter.dtype not in DTYPES:
-                raise TypeError(
-                    f"{type(self).__name__} updates parameters of {', '.join(map(str, DTYPES))}, and "
-                    f"{call_it(group, index)} is {parameter.dtype}: give it another optimizer"
-                    f"{', or keep it as real (torch.view_as_real)' if parameter.is_complex() else ''}."
+    def _check_common(self, group: Group) -> None:
+        if group["fused"] is not None:
+            check_switch("fused", group["fused"])
+        check_switch("skip_nonfinite", group["skip_nonfinite"])
+        if group["max_grad_norm"] is not None:
+            check_number("max_grad_norm", group["max_grad_norm"], above=0, usual="1.0 is usual, None is no limit")
+        for name in self._common:
+            first = self.param_groups[0][name]
+            if group[name] != first:
+                raise ValueError(
+                    f"{name} is said once for all groups, got {first!r} and {group[name]!r}: "
+                    "give it to the optimizer, not to a group."
                 )
-
-    def _judge(self, setting: str) -> list[tuple[list[Group], Exclusion]]:
-        """Who the patterns of a setting take, for all groups with the same patterns at once."""
-        alike: dict[tuple[str, ...], list[Group]] = {}
-        for group in self.param_groups:
-            patterns = group["exclude_from_weight_decay"] if group[setting] is None else group[setting]
-            alike.setdefault(tuple(patterns), []).append(group)
-        return [
-            (groups, exclude(patterns, infos(groups), known_kinds=names.KINDS, setting=setting))
-            for patterns, groups in alike.items()
-        ]
-
-    # Taking another optimizer's place.
-
-    @classmethod
-    def _sharing(cls, wrapped: Optimizer, **settings: Any) -> Self:
-        """Ours on the very list and dicts of the wrapped one, so that what is bound to it keeps working."""
-        cls._check_unused(wrapped)
-        before = [dict(group) for group in wrapped.param_groups]
-        try:
-            ours = cls(wrapped.param_groups, **settings)
-        except Exception:
-            for group, old in zip(wrapped.param_groups, before, strict=True):
-                group.clear()
-                group.update(old)
-            raise
-        ours.param_groups = wrapped.param_groups
-        ours._replaced = wrapped
-        return ours
-
-    @classmethod
-    def _check_unused(cls, wrapped: Optimizer) -> None:
-        kind = type(wrapped).__name__
-        if any("decays" in group for group in wrapped.param_groups):
-            raise ValueError(f"an optimizer can be replaced once, and this {kind} was already: build a new {kind}.")
-        if wrapped.state:
-            raise ValueError(
-                f"{cls.__name__} replaces an optimizer before its first step, and this {kind} has state of "
-                f"{len(wrapped.state)} parameters: replace it first, then load what a {cls.__name__} saved."
-            )
 
     # State dicts.
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._versions_written = {}
+        self._begin()
         super().__setstate__(state)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -256,24 +375,11 @@ class LayerwiseOptimizer(Optimizer):
         torch's own version casts state to the parameter's dtype, which would round masters and moments, and
         builds new group dicts, which would part us from the schedulers of a replaced optimizer.
         """
-        groups, incoming = self.param_groups, []
-
-        def inspect(_: Optimizer, saved: StateDict) -> None:
-            check_saved(type(self).__name__, groups, saved, self._masks)
-            incoming.append(saved)
-
-        def repair(_: Optimizer) -> None:
-            ours = list(chain(self._masks.keys(), self._masks.values()))
-            for own, loaded in zip(groups, self.param_groups, strict=True):
-                own.update(loaded | {key: own[key] for key in ours})
-            self.param_groups = groups
-            self.state.update(restored_state(groups, incoming[0]))
-
-        # The last hook before and the first after, so that the user's hooks see what torch's would show them.
-        before = self.register_load_state_dict_pre_hook(inspect)
-        after = self.register_load_state_dict_post_hook(repair, prepend=True)
-        try:
+        with state_dicts.loading(self):
             super().load_state_dict(state_dict)
-        finally:
-            before.remove()
-            after.remove()
+
+
+def _version(parameter: Tensor) -> tuple[int, int]:
+    """Grows with each write, to the parameter or to this rank's part of it."""
+    part = parameter if type(parameter) is nn.Parameter else local(parameter)
+    return parameter._version, part._version

@@ -73,6 +73,13 @@ def cosine_annealing(lr: float, half_period: int, end_lr: float = 0.0) -> Schedu
     return lambda step: end_lr + (lr - end_lr) * (1 + math.cos(math.pi * step / half_period)) / 2
 
 
+def cosine_decay(lr: float, decay_steps: int, end_lr: float = 0.0) -> Schedule:
+    """Half a cosine from ``lr`` to ``end_lr`` in ``decay_steps`` updates, then ``end_lr``."""
+    check_count("decay_steps", decay_steps, usual="give the number of updates the decay takes")
+    wave = cosine_annealing(lr, decay_steps, end_lr)
+    return lambda step: wave(min(step, decay_steps))
+
+
 def noam_decay(d_model: int, warmup_steps: int, lr: float = 1.0) -> Schedule:
     """The Transformer's: ``lr·d_model^−½·min(t^−½, t·warmup_steps^−1½)``; 0 at the first update."""
     check_count("d_model", d_model, usual="give the width of the model")
@@ -101,6 +108,14 @@ def piecewise_constant(boundaries: Sequence[int], values: Sequence[float]) -> Sc
         )
     edges, rates = tuple(boundaries), tuple(values)
     return lambda step: rates[bisect_right(edges, step)]
+
+
+def step_decay(lr: float, every: int, factor: float = 0.1) -> Schedule:
+    """``lr``, multiplied by ``factor`` after each ``every`` updates."""
+    check_number("lr", lr, usual="give the learning rate to start from")
+    check_count("every", every, usual="give the number of updates between two steps down")
+    check_number("factor", factor, above=0, usual="0.1 is usual")
+    return lambda step: lr * factor ** (step // every)
 
 
 def as_scheduler(optimizer: Optimizer, schedule: Schedule) -> LambdaLR:

@@ -16,7 +16,7 @@ from fleetx.notices import tell_once
 from fleetx.numbers import Number
 from fleetx.slicing import map_tensors
 from fleetx.static.building import is_materialised
-from fleetx.static.compiling import compile_update, forwards_of, require_not_compiled
+from fleetx.static.compiling import forwards_of, require_not_compiled
 from fleetx.static.feeding import as_batch, described, inputs_of
 from fleetx.static.fetching import Fetch, name_of, resolve
 from fleetx.static.program import Program
@@ -189,7 +189,7 @@ class BoundProgram:
         if program.items is not None and not optimizer.engine.average:
             raise ValueError(checks.ITEMS_OR_SUM)
         if program.compile:
-            compile_update(optimizer)
+            optimizer.engine.updater.compile()
         return optimizer
 
     def _weights(self) -> str:

@@ -1,22 +1,15 @@
-"""Compilations of a model's forward, one for each set of outputs that are fetched, and of an optimizer's update."""
+"""Compilations of a model's forward, one for each set of outputs that are fetched."""
 
-import inspect
-import itertools
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
 from fleetx import memory
-from fleetx.fleet.optimizer import DistributedOptimizer
-from fleetx.notices import tell_once
-from fleetx.optim import Lamb
+from fleetx.apart import compiled_apart
 from fleetx.static.fetching import OutputTaps
-
-_numbers = itertools.count()
 
 
 class CompiledForwards:
@@ -79,46 +72,6 @@ def forwards_of(model: nn.Module, *, compile: bool, mode: str | None) -> Compile
     if applied is not None and compile:
         return CompiledSegments(model, applied, mode)
     return CompiledForwards(model, enabled=compile, mode=mode)
-
-
-def compiled_apart(function: Callable[..., Any], mode: str | None = None) -> Callable[..., Any]:
-    """The function compiled, sharing nothing with other compilations of it: torch keeps them by code object."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    # A number in the name too: torch remembers by file, line and name which sizes have varied.
-    code = call.__code__.replace(co_name=f"call_{next(_numbers)}")
-    apart = FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
-    options: dict[str, Any] = {"mode": mode}
-    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
-        # torch 2.13 can also keep what is compiled separately behind a graph break apart.
-        options["isolate_recompiles"] = True
-    return torch.compile(apart, **options)
-
-
-def compile_update(optimizer: DistributedOptimizer) -> None:
-    """Compile the update where its optimizer can be; a fused one is a single kernel already."""
-    inner = optimizer.inner
-    if any(group.get("fused") for group in inner.param_groups):
-        return
-    if any(parameter.dim() == 0 for group in inner.param_groups for parameter in group["params"]):
-        # torch 2.13 compiles the first gradient of a parameter without dimensions into the code as a constant.
-        tell_once("scalar-update", "a parameter without dimensions cannot be updated by compiled code: eager update.")
-        return
-    updater = optimizer.engine.updater
-    updater.compile()
-    if updater._compiled_step is None:  # an optimizer with kernels of its own
-        return
-    if isinstance(inner, Lamb):
-        # It reads its step count on the host, to correct the bias: compiled code would be made anew for each step.
-        updater._compiled_step = None
-        return
-    for group in inner.param_groups:
-        # A float would be part of the compiled code, and each new learning rate would compile it anew.
-        group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float64)
-    # Apart, or torch would stop compiling updates after the eighth program of a process.
-    updater._compiled_step = compiled_apart(inner.step)
 
 
 def require_not_compiled(model: nn.Module) -> None:

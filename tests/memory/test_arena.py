@@ -1,0 +1,167 @@
+"""Memory on the host: blocks never overlap, what is in use is counted, and no more is held than a step needed."""
+
+import gc
+import itertools
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fleetx.memory.arena import ALIGNMENT, SMALL_SLAB, HostArena
+
+SIZES = st.one_of(st.integers(1, 5000), st.integers(1, SMALL_SLAB), st.sampled_from([512, 4096, SMALL_SLAB // 4]))
+ACTIONS = st.lists(st.tuples(st.booleans(), SIZES, st.integers(0, 10**6)), max_size=60)
+
+
+def aligned(size):
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+@settings(deadline=None, max_examples=60)
+@given(ACTIONS)
+def test_blocks_never_overlap_and_are_counted(actions):
+    arena = HostArena(pin=False)
+    blocks = []
+    for takes, size, choice in actions:
+        if takes or not blocks:
+            block = arena.take(size)
+            assert block.memory.numel() >= size
+            assert block.memory.data_ptr() % ALIGNMENT == 0
+            blocks.append(block)
+        else:
+            arena.give_back(blocks.pop(choice % len(blocks)))
+        assert arena.in_use == sum(block.size for block in blocks)
+        assert arena.in_use <= arena.most_in_use
+        assert arena.in_use <= arena.reserved
+        spans = sorted((block.memory.data_ptr(), block.memory.data_ptr() + block.size) for block in blocks)
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+        for slab in arena.slabs:
+            taken = sum(block.size for block in blocks if block.slab is slab)
+            assert taken + sum(length for _, length in slab.free) == slab.memory.numel()
+    for block in blocks:
+        arena.give_back(block)
+    assert arena.in_use == 0
+    assert all(slab.is_idle for slab in arena.slabs)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(SIZES, min_size=1, max_size=20), st.integers(2, 4))
+def test_equal_steps_hold_no_more_than_they_need(sizes, steps):
+    """However the blocks come back."""
+    arena = HostArena(pin=False)
+    after_first = None
+    for step in range(steps):
+        blocks = [arena.take(size) for size in sizes]
+        for block in blocks[::-1] if step % 2 else blocks:
+            arena.give_back(block)
+        assert arena.in_use == 0
+        after_first = after_first or arena.reserved
+        assert arena.reserved == after_first
+    # Small tensors share slabs, of which the last one may be nearly empty.
+    assert arena.reserved <= arena.most_in_use * 1.05 + SMALL_SLAB
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.lists(SIZES, min_size=1, max_size=8), min_size=2, max_size=6))
+def test_changing_steps_hold_no_more_than_the_largest_and_the_present_one(steps):
+    arena = HostArena(pin=False)
+    most = 0
+    for sizes in steps:
+        blocks = [arena.take(size) for size in sizes]
+        most = max(most, arena.in_use)
+        for block in blocks:
+            arena.give_back(block)
+    assert arena.reserved <= 3 * most + SMALL_SLAB
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(SIZES, min_size=1, max_size=20), st.integers(ALIGNMENT, 2 * SMALL_SLAB))
+def test_a_limit_is_kept_and_refused_before_anything_is_allocated(sizes, limit):
+    arena = HostArena(pin=False, limit=limit)
+    for size in sizes:
+        before, slabs = arena.in_use, list(arena.slabs)
+        try:
+            arena.take(size)
+        except MemoryError as error:
+            assert "host_memory" in str(error)  # noqa: PT017
+            assert arena.in_use == before
+            assert all(slab in slabs for slab in arena.slabs)
+            return
+        assert arena.reserved <= limit
+
+
+def test_a_limit_below_a_small_slab_can_be_used():
+    arena = HostArena(pin=False, limit=4096)
+    blocks = [arena.take(1000) for _ in range(4)]
+    with pytest.raises(MemoryError, match="may use 4 KiB"):
+        arena.take(1)
+    for block in blocks:
+        arena.give_back(block)
+    arena.take(4096)
+
+
+def test_more_than_the_machine_has_is_refused():
+    with pytest.raises(MemoryError, match="are free"):
+        HostArena(pin=False).take(2**60)
+
+
+def test_memory_is_given_back_to_the_system_but_blocks_live_on():
+    arena = HostArena(pin=False)
+    block = arena.take(5000)
+    block.memory.fill_(7)
+    arena.release()
+    assert arena.reserved == 0
+    assert block.memory.sum() == 7 * block.size
+    arena.give_back(block)
+    assert arena.in_use == 0
+
+
+def test_blocks_may_come_back_at_any_moment():
+    """Tensors are forgotten by finalizers: in the middle of anything, in any thread."""
+    arena = HostArena(pin=False)
+
+    class Holder:
+        def __init__(self):
+            self.block = arena.take(700)
+            self.me = self  # only the collector finds it
+
+        def __del__(self):
+            arena.give_back(self.block)
+
+    failures = []
+
+    def work():
+        try:
+            for _ in range(300):
+                Holder()
+                block = arena.take(512)
+                value = threading.get_ident() % 200
+                block.memory.fill_(value)
+                assert bool((block.memory == value).all())
+                arena.give_back(block)
+        except Exception as error:
+            failures.append(error)
+
+    threshold = gc.get_threshold()
+    gc.set_threshold(5, 5, 5)
+    try:
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        gc.set_threshold(*threshold)
+    gc.collect()
+    assert not failures
+    assert arena.in_use == 0
+    assert all(slab.is_idle for slab in arena.slabs)
+
+
+def test_tensors_of_any_type_fit():
+    arena = HostArena(pin=False)
+    for dtype in (torch.float64, torch.bfloat16, torch.bool, torch.complex64):
+        block = arena.take(24)
+        assert block.memory[: 8 * 3].view(dtype).numel() == 24 // dtype.itemsize

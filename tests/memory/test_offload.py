@@ -1,0 +1,154 @@
+"""The way to the host and back, on a machine without a GPU: the same code, copying at once."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fleetx.memory.offload import Offloader, is_worth_moving
+
+
+@pytest.fixture
+def offloader():
+    return Offloader(torch.device("cpu"))
+
+
+def parked(offloader, *shape, group=0, **options):
+    tensor = torch.randn(*shape)
+    return tensor.clone(), offloader.park(tensor, group, **options)
+
+
+def test_a_tensor_comes_back_as_it_was(offloader):
+    for tensor in (
+        torch.randn(3, 4),
+        torch.randn(8, 6)[::2, 1:4],
+        torch.randn(4, 6).t(),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(1, 3).expand(4, 3),
+        torch.arange(6),
+        torch.randn(3, dtype=torch.complex64),
+        torch.tensor(2.0),
+        torch.ones(5, dtype=torch.bool),
+    ):
+        view = offloader.park(tensor, 0)
+        back = view.fetch()
+        assert torch.equal(back, tensor)
+        assert back.stride() == tensor.stride()
+        assert back.storage_offset() == tensor.storage_offset()
+        assert back.dtype == tensor.dtype
+        del view
+    assert offloader.arena.in_use == 0
+
+
+def test_tensors_that_share_memory_share_their_copy(offloader):
+    whole = torch.randn(10, 4)
+    views = [offloader.park(part, 0) for part in (whole, whole[2:5], whole.t(), whole.detach())]
+    assert offloader.traffic.to_host == 160
+    parts = [view.fetch() for view in views]
+    assert torch.equal(parts[1], whole[2:5])
+    assert offloader.traffic.to_device == 160
+    assert parts[0].untyped_storage().data_ptr() == parts[2].untyped_storage().data_ptr()
+
+
+def test_a_tensor_that_was_written_to_is_another_one(offloader):
+    tensor = torch.zeros(4)
+    first = offloader.park(tensor, 0)
+    offloader.finish(tensor.untyped_storage().data_ptr())
+    tensor.add_(1)
+    second = offloader.park(tensor, 0)
+    assert first.fetch().sum() == 0
+    assert second.fetch().sum() == 4
+
+
+def test_a_write_while_the_copy_is_under_way_is_noticed(offloader):
+    tensor = torch.zeros(4)
+    offloader.park(tensor, 0)
+    view = offloader.park(tensor, 0)
+    tensor.add_(1)
+    with pytest.raises(RuntimeError, match="written in place while its copy was on the way"):
+        view.fetch()
+
+
+def test_memory_is_let_go_when_the_copies_are_made(offloader):
+    tensor = torch.randn(4)
+    reference = weakref.ref(tensor)
+    view = offloader.park(tensor, 0)
+    del tensor
+    offloader.release_leaving()
+    assert reference() is None
+    assert view.fetch().shape == (4,)
+
+
+def test_what_nobody_wants_is_forgotten_without_the_collector(offloader):
+    gc.disable()
+    try:
+        views = [parked(offloader, 5, group=group)[1] for group in range(4)]
+        assert offloader.arena.in_use == 4 * 512
+        offloader.release_leaving()
+        views.pop(1)
+        assert offloader.arena.in_use == 3 * 512
+        views[2].fetch()  # brings the one below, too
+        assert offloader.traffic.tensors == 4
+        views.clear()
+        assert offloader.arena.in_use == 0
+        assert not offloader._groups
+    finally:
+        gc.enable()
+
+
+def test_the_group_below_is_asked_for_ahead(offloader):
+    views = [parked(offloader, 5, group=group, at_once=True)[1] for group in (0, 2, 5)]
+    views[2].fetch()
+    assert offloader.traffic.to_device == 2 * 20
+    views[1].fetch()
+    assert offloader.traffic.to_device == 3 * 20
+    views[0].fetch()
+    assert offloader.traffic.to_device == 3 * 20
+
+
+def test_fetching_again_brings_it_again(offloader):
+    expected, view = parked(offloader, 5)
+    for _ in range(3):
+        assert torch.equal(view.fetch(), expected)
+    assert offloader.traffic.to_device == 3 * 20
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 4), st.booleans()), min_size=1, max_size=20),
+    st.randoms(use_true_random=False),
+)
+def test_any_order_of_fetching_gives_what_was_parked(tensors, random):
+    offloader = Offloader(torch.device("cpu"))
+    waiting = []
+    for size, group, at_once in tensors:
+        waiting.append(parked(offloader, size, group=group, at_once=at_once))
+        if random.random() < 0.3:
+            offloader.release_leaving()
+        if random.random() < 0.2:
+            waiting.pop(random.randrange(len(waiting)))
+    random.shuffle(waiting)
+    while waiting:
+        expected, view = waiting.pop()
+        for _ in range(random.choice([1, 1, 2])):
+            assert torch.equal(view.fetch(), expected)
+        del view
+    assert offloader.arena.in_use == 0
+
+
+def test_views_of_something_far_larger_stay():
+    whole = torch.randn(1000)
+    assert is_worth_moving(whole)
+    assert not is_worth_moving(whole[:10])
+    assert not is_worth_moving(torch.empty(0))
+    assert not is_worth_moving(torch.eye(3).to_sparse())
+
+
+def test_a_limit_is_told_of():
+    offloader = Offloader(torch.device("cpu"), limit=2**20)
+    offloader.park(torch.zeros(2**10), 0)
+    with pytest.raises(MemoryError, match="may use 1 MiB"):
+        offloader.park(torch.zeros(2**20), 0)

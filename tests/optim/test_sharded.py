@@ -1,0 +1,22 @@
+"""Parameters cut by fully_shard: the numbers of the whole run, and one all-reduce for all norms of a step."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.jobs.starting import start
+
+WORKER = Path(__file__).with_name("sharded_worker.py")
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_sharded_equals_whole_and_norms_travel_together(workers):
+    done = start(WORKER, workers=workers, launcher="torchrun")
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    assert len(found) == 7
+    for name, figures in found.items():
+        assert figures["distance"] < 1e-12
+        assert figures["alone"] == 0
+        # LAMB's directions depend on clipping, so that the length of all gradients must be known before.
+        assert figures["sharded"] == ([2] if name == "lamb, clipped" else [1])
