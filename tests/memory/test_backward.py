@@ -264,6 +264,10 @@ class Custom(nn.Module):
         return InPlace.apply(product * 1) + other
 
 
+KEPT = pytest.mark.filterwarnings("ignore:in the segment that ends at .* a torch.autograd.Function is called")
+
+
+@KEPT
 def test_functions_of_ones_own():
     def forward(model, x):
         hidden, other = Doubles.apply(model.a(x), x)
@@ -274,6 +278,13 @@ def test_functions_of_ones_own():
 
     for cuts in (["a"], ["b"], ["custom"], ["c"], ["a", "b", "custom", "c"], [":tanh", ":sin"]):
         in_each_state(lambda: example(forward, custom=Custom()), cuts)
+
+
+def test_what_a_function_of_ones_own_saves_between_modules_is_kept_and_told_of_once():
+    made = example(lambda model, x: model.b(Doubles.apply(model.a(x), x)[0].tanh()))
+    with pytest.warns(UserWarning, match="ends at b, a torch.autograd.Function is called between modules") as seen:
+        assert_exact(made, ["a", "b"])
+    assert len(seen) == 1
 
 
 class Forces(nn.Module):
@@ -291,6 +302,7 @@ class Forces(nn.Module):
         return x + force
 
 
+@KEPT
 def test_gradients_that_a_forward_computes_itself():
     def forward(model, x):
         x = x.clone().requires_grad_()
@@ -302,6 +314,7 @@ def test_gradients_that_a_forward_computes_itself():
         in_each_state(lambda: example(forward, forces=Forces()), cuts)
 
 
+@KEPT
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_torchs_own_checkpoint_inside(reentrant):
     class Again(nn.Module):

@@ -150,7 +150,7 @@ CHOICES = st.lists(st.tuples(st.integers(0, 999), STATES), min_size=1, max_size=
 QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 
 
-@pytest.mark.filterwarnings("ignore:the forward did not come to")
+@pytest.mark.filterwarnings("ignore:the forward did not come to", "ignore:.*the segment that ends at")
 @settings(deadline=None, max_examples=100, suppress_health_check=QUIET)
 @given(st.lists(STEPS, min_size=1, max_size=4), CHOICES)
 def test_random_models_equal_the_plain_run(programs, choices):
@@ -158,7 +158,7 @@ def test_random_models_equal_the_plain_run(programs, choices):
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore:the forward did not come to")
+@pytest.mark.filterwarnings("ignore:the forward did not come to", "ignore:.*the segment that ends at")
 @settings(deadline=None, max_examples=3000, suppress_health_check=QUIET)
 @given(st.lists(STEPS, min_size=1, max_size=6), CHOICES, st.sampled_from(["fp32", "fp64", "bf16"]))
 def test_many_random_models_equal_the_plain_run(programs, choices, precision):

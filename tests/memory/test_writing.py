@@ -287,3 +287,21 @@ def test_inputs_that_are_written_to_between_forward_and_backward_are_noticed():
     inputs.add_(1)
     with pytest.raises(RuntimeError, match="written in place between its forward and its backward"):
         loss.backward()
+
+
+@pytest.mark.parametrize("state", ["inputs", "dear-host"])
+def test_a_module_that_changes_its_own_parameters_keeps_everything_and_says_so(state):
+    class Shrinks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = linear()
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.linear.weight.mul_(0.9)
+            return self.linear(x).tanh()
+
+    made = example(lambda model, x: model.b(model.shrinks(model.a(x)).sin()), shrinks=Shrinks())
+    with pytest.warns(UserWarning, match="ends at shrinks keeps everything.*a Shrinks changed its parameters") as seen:
+        assert_exact(made, cycled(["a", "shrinks", "b"], STATES[state]), steps=5)
+    assert len(seen) == 1

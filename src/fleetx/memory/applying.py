@@ -228,13 +228,8 @@ class Ending(_Hook):
         if failed and isinstance(error, torch.OutOfMemoryError):
             error.add_note(f"FleetX: in the forward, in the segment that would have ended at {run.frame.name!r}.")
         run.end(failed=failed)
-        missing = [] if failed else self.experience.missing()
-        if missing:
-            warnings.warn(
-                f"the forward did not come to {', '.join(missing)}, so it was not cut there, and more is kept than was "
-                "asked for. fleetx.memory.outputs(model, batch) lists what a forward comes to.",
-                stacklevel=2,
-            )
+        for grievance in [] if failed else self.experience.grievances():
+            warnings.warn(grievance, stacklevel=2)
 
 
 def _is_under_way(module: nn.Module) -> bool:

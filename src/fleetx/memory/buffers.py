@@ -49,6 +49,11 @@ class Constant(NamedTuple):
         """Whether nobody wrote to it."""
         return version_of(self.tensor) == self.version
 
+    @property
+    def is_the_same(self) -> bool:
+        """Whether nobody wrote to it or put another one in its place."""
+        return self.slot.tensor is self.tensor and self.is_unchanged
+
 
 class Attribute(NamedTuple):
     """A number, text or generator that a module keeps."""
@@ -124,7 +129,8 @@ class Watch:
         known = self._known.get(_key(modules))
         if known is None:
             values = [Attribute(m, k, _noted(v)) for m in modules for k, v in vars(m).items() if isinstance(v, _VALUES)]
-            return Snapshot(modules, _copied(buffers), _constants(buffers), values, randomness.python_state())
+            constants = _constants(buffers + _slots(modules, "_parameters"))
+            return Snapshot(modules, _copied(buffers), constants, values, randomness.python_state())
         copied = {slot: None for slot in buffers if slot in known.changing or _is_counting(slot.owner)}
         others = [slot for slot in buffers if slot not in copied] + _slots(modules, "_parameters")
         values = [Attribute(owner, name, _noted(vars(owner).get(name))) for owner, name in known.counting]
@@ -135,7 +141,7 @@ class Watch:
         """What must be kept of it; None if something changed that had not been seen to change before."""
         key = _key(snapshot.modules)
         known = self._known.get(key)
-        if known is None:
+        if known is None and all(one.is_the_same for one in snapshot.constants if one.slot.kind == "_parameters"):
             self._known[key] = known = _learned(snapshot)
             others = [slot for slot, _ in snapshot.copies if slot not in known.changing]
             snapshot.copies = [(slot, copy) for slot, copy in snapshot.copies if slot in known.changing]
@@ -143,9 +149,9 @@ class Watch:
             snapshot.attributes = [one for one in snapshot.attributes if one[:2] in known.counting]
             snapshot.random = snapshot.random if known.draws else None
             return snapshot
-        if all(one.is_unchanged and one.slot.tensor is one.tensor for one in snapshot.constants):
+        if known is not None and all(one.is_the_same for one in snapshot.constants):
             return snapshot
-        del self._known[key]  # learn anew
+        self._known.pop(key, None)  # learn anew
         return None
 
 
@@ -154,7 +160,7 @@ def _noted(value: Any) -> Any:
 
 
 def _learned(snapshot: Snapshot) -> Known:
-    stayed = {one.slot for one in snapshot.constants if one.is_unchanged and one.slot.tensor is one.tensor}
+    stayed = {one.slot for one in snapshot.constants if one.is_the_same}
     return Known(
         {slot for slot, copy in snapshot.copies if slot not in stayed or not _is_same(slot.tensor, copy)},
         [(owner, name) for owner, name, value in snapshot.attributes if vars(owner).get(name) is not value],

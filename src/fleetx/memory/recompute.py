@@ -74,7 +74,7 @@ class Frame:
         self.looks: list[tuple[Look, weakref.ref[Saved]]] = []
         self.kept: dict[int, Any] = {}  # the memory of parameters and buffers, by where it is
         self.stops_early = True
-        self.is_lost = False  # something happened that cannot be repeated
+        self.lost = ""  # what happened that cannot be repeated
         self._again: dict[int, dict[int, tuple[Tensor, int]]] = {}
         self._lock = threading.RLock()
 

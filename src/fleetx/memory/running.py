@@ -48,6 +48,7 @@ class Learned:
 
     state: Segment
     size: int = 0  # bytes that autograd would save
+    lost: int = 0  # how often in a row it could not be repeated
 
 
 @dataclass(eq=False)
@@ -62,7 +63,9 @@ class Experience:
     host_memory: int | None = None
     compilations: SharedCompilations | None = None
     within: Any = field(default_factory=threading.local)  # of each thread: in how many dear modules it is
-    missed: set[str] | None = None  # outputs to which no forward came so far
+    missed: set[str] | None = None  # outputs to which the first forward did not come
+    unseen: set[str] = field(default_factory=set)  # segments in which somebody saves what cannot be had again
+    complaints: list[str] = field(default_factory=list)  # that nobody was told of yet
 
     def expected(self, ordinal: int) -> Segment:
         """The segment that will probably end next."""
@@ -80,12 +83,26 @@ class Experience:
     def inside_dear(self, count: int) -> None:
         self.within.dear = count
 
-    def missing(self) -> list[str]:
-        """Once, after the first forward: the outputs to which it did not come though they were named."""
-        if self.missed is not None:
-            return []
-        self.missed = self.cuts.expected - {learned.state.until for learned in self.segments}
-        return sorted(self.missed)
+    def note_unseen(self, frame: Frame) -> None:
+        """A tensor was saved by something that is not on the tape."""
+        if frame.state.save != "everything" and frame.name not in self.unseen:
+            self.unseen.add(frame.name)
+            self.complaints.append(
+                f"in the segment that ends at {frame.name}, a torch.autograd.Function is called between modules. What "
+                "it saves is kept: call it in a module of its own to have it computed again."
+            )
+
+    def grievances(self) -> list[str]:
+        """What was found in a forward that makes it keep more than was asked for; each is told once."""
+        if self.missed is None:
+            self.missed = self.cuts.expected - {learned.state.until for learned in self.segments}
+            if self.missed:
+                self.complaints.append(
+                    f"the forward did not come to {', '.join(sorted(self.missed))}, so it was not cut there, and more "
+                    "is kept than was asked for. fleetx.memory.outputs(model, batch) lists what a forward comes to."
+                )
+        told, self.complaints = self.complaints, []
+        return told
 
     def written_by(self, module: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
         """The inputs to which a module writes; all of them as long as nothing is known."""
@@ -160,11 +177,11 @@ class Run:
         self.seen.append(learned)
         if self.is_first:  # counting takes its time, so it is done once
             learned.size = frame.bytes_saved()
-        self._settle(frame, expected)
+        self._settle(frame, expected, learned)
         self.frame = self._open()
 
-    def _settle(self, frame: Frame, expected: Segment) -> None:
-        """Carry out what the segment's state says, if it can be repeated."""
+    def _settle(self, frame: Frame, expected: Segment, learned: Learned) -> None:
+        """Carry out what the segment's state says; what cannot be repeated saves everything."""
         state = frame.state
         on_host = state.home == "host" and not self._is_last()
         offloader = self.experience.for_device(self.device) if on_host else None
@@ -172,9 +189,15 @@ class Run:
             frame.group = offloader.new_group()
         if self.experience.offloader is not None:
             self.experience.offloader.release_leaving()
-        if frame.is_lost or any(external.was_written() for external in frame.tape.externals):
-            frame.keep()
-        elif state.save == "everything" or (state.save == "dear" and self.experience.compilations is not None):
+        if any(external.was_written() for external in frame.tape.externals):
+            frame.lost = frame.lost or "something wrote to its inputs"
+        keeps = state.save == "everything" or (state.save == "dear" and self.experience.compilations is not None)
+        learned.lost = learned.lost + 1 if frame.lost and not keeps else 0
+        if learned.lost == 2:  # the first time may have taught us how
+            self.experience.complaints.append(
+                f"the segment that ends at {state.until} keeps everything, as it could not be repeated: {frame.lost}."
+            )
+        if frame.lost or keeps:
             frame.park_saved(offloader, at_once=self.is_first) if offloader else frame.keep()
         else:
             frame.drop()
@@ -214,8 +237,10 @@ class Run:
 
     def pack(self, tensor: Tensor) -> Kept | Saved:
         """Autograd wants to save a tensor."""
-        is_noted = self.depth > 0 or self._is_calling  # else by a torch.autograd.Function in a container: not on tape
-        if self.is_kept(tensor) or not is_noted:
+        if self.is_kept(tensor):
+            return Kept(tensor.detach(), version_of(tensor))
+        if self.depth == 0 and not self._is_calling:  # by a function of somebody's own, which is not on the tape
+            self.experience.note_unseen(self.frame)
             return Kept(tensor.detach(), version_of(tensor))
         return self.frame.pack(tensor)
 
@@ -309,16 +334,16 @@ class Run:
         """Several copies of one memory do not see what is written to each other."""
         for pointer in _pointers(written):
             if sum(frame is self.frame for frame, _ in self._readers_of(pointer)) > 1:
-                self.frame.is_lost = True
+                self.frame.lost = "it writes to memory that several of its inputs share"
 
     def _readers_of(self, pointer: int) -> list[tuple[Frame, External]]:
         readers = self._readers.get(pointer, ())
         return [(frame, external) for frame, reference in readers if (external := reference()) is not None]
 
     def _external(self, tensor: Tensor, leaves: bool) -> External:
-        noted = External(tensor, version_of(tensor), tensor.requires_grad, self.is_kept(tensor))
-        if not isinstance(tensor, nn.Parameter):
-            noted.tensor = tensor.detach()  # itself it knows the graph, which may come to know the segment
+        # Detached: itself it knows the graph, which may come to know the segment.
+        held = tensor if isinstance(tensor, nn.Parameter) else tensor.detach()
+        noted = External(held, version_of(held), tensor.requires_grad, self.is_kept(tensor))
         if leaves and not noted.is_kept:
             state = self.frame.state
             if state.home == "host" and state.save == "inputs" and not self.is_first and not self._is_last():
@@ -348,14 +373,15 @@ class Run:
             return
         leaf = self._end_leaf()
         if leaf is None or (output is None and sys.exc_info()[0] is not None):
-            self.frame.is_lost = True  # should the container go on after an error
+            self.frame.lost = "a module failed in it"  # should the container go on after that
             return
         saves = range(leaf.first, len(self.frame.looks))
         call = self.frame.tape.note_call(leaf.callee, leaf.noted, output, leaf.where, saves)
         call.dear = leaf.dear
         self._learn_written(leaf)
         call.snapshot = self.experience.watch.after(leaf.snapshot)
-        self.frame.is_lost |= call.snapshot is None
+        if call.snapshot is None:
+            self.frame.lost = f"a {type(leaf.module).__name__} changed its parameters, or a buffer for the first time"
         for slot, copy in [] if call.snapshot is None else call.snapshot.copies:
             if slot.tensor is not None:
                 self._give_copy(slot.tensor, copy)
