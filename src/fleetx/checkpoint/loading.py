@@ -1,0 +1,132 @@
+"""Finding the newest checkpoint that every worker can trust, and reading it.
+
+All workers look at the same candidates in the same order. Each reads what it needs and checks a share of the rest; a
+candidate is taken when nobody found anything wrong with it.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fleetx.checkpoint import manifest as manifests
+from fleetx.checkpoint.durable import read_file, require_digest, side_by_side
+from fleetx.checkpoint.errors import Damaged
+from fleetx.checkpoint.manifest import MODEL, Job, Manifest
+from fleetx.checkpoint.saving import SHARED, is_of_optimizer, own_files
+from fleetx.checkpoint.tensor_file import Outline, read_tensors
+from fleetx.checkpoint.trees import TensorSource, decode
+from fleetx.checkpoint.workers import Workers
+
+Tree = dict[str, Any]
+
+
+class PassedOver(NamedTuple):
+    """A checkpoint that was not taken, and why."""
+
+    path: Path
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}"
+
+
+@dataclass
+class Reading:
+    """The files of one checkpoint that a worker needs, read and checked."""
+
+    path: Path
+    manifest: Manifest
+    texts: dict[str, Tree] = field(default_factory=dict)
+    tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+
+    def shared(self) -> Tree:
+        """What all workers have in common."""
+        return self._decoded(self.texts[SHARED], {})
+
+    def own(self, rank: int) -> Tree:
+        """The own state of a worker."""
+        tensors, text = own_files(rank)
+        return self._decoded(self.texts[text], self.tensors[tensors])
+
+    def encoded_own(self, rank: int) -> Tree:
+        """The same as JSON, without its tensors."""
+        return self.texts[own_files(rank)[1]]["dict"]
+
+    def _decoded(self, tree: Tree, own: Mapping[str, Tensor]) -> Tree:
+        optimizer: dict[str, Tensor] = {}
+        for name in filter(is_of_optimizer, self.tensors):
+            optimizer |= self.tensors[name]
+        return decode(tree, TensorSource({"model": self.tensors[MODEL], "optimizer": optimizer, "own": own}))
+
+
+def newest(
+    names: list[str], folder: Path, workers: Workers, job: Job, models: Outline, *, any_name: bool = False
+) -> tuple[Reading | None, list[PassedOver]]:
+    """The first of the named checkpoints that is whole and of this job, and those before it with what is wrong.
+
+    `any_name` takes a copy under another name too.
+    """
+    passed: list[PassedOver] = []
+    for name in names:
+        reading: Reading | None = None
+        reason, checksum = None, None
+        try:
+            reading, checksum = _read(folder / name, workers, job, models, any_name)
+        except Damaged as damage:
+            reason = str(damage)
+        answers = workers.exchange([reason, checksum])
+        reason = _verdict(answers)
+        if reason is None:
+            return reading, passed
+        passed.append(PassedOver(folder / name, reason))
+    return None, passed
+
+
+def _verdict(answers: list[list[Any]]) -> str | None:
+    """One reason for all workers, or None if nobody objects and all have read the same."""
+    reasons = {rank: reason for rank, (reason, _) in enumerate(answers) if reason is not None}
+    if reasons:
+        rank, reason = next(iter(reasons.items()))
+        everybody = len(reasons) == len(answers)
+        return reason if everybody else f"{reason} (found by worker {rank})"
+    if len({checksum for _, checksum in answers}) > 1:
+        return "workers see different checkpoints of this name: they do not share one file system"
+    return None
+
+
+def _read(path: Path, workers: Workers, job: Job, models: Outline, any_name: bool) -> tuple[Reading, str]:
+    manifest = manifests.read_manifest(path)
+    manifests.require_listed(path, manifest, any_name)
+    if (why := manifests.difference(manifest, job, models)) is not None:
+        raise Damaged(why)
+    reading = Reading(path, manifest)
+    needed = files_needed(manifest, workers.rank, workers.size)
+    # Everything is checked by somebody, also what nobody needs.
+    others = sorted(set(sorted(manifest.files)[workers.rank :: workers.size]) - needed)
+
+    def read(name: str) -> None:
+        facts = manifest.file(name)
+        if name not in needed:
+            require_digest(path / name, facts.digest)
+        elif facts.tensors is None:
+            reading.texts[name] = json.loads(read_file(path / name, facts.digest))
+        else:
+            reading.tensors[name] = read_tensors(path / name, facts.digest, facts.tensors)
+
+    side_by_side(read, [*sorted(needed), *others])
+    return reading, hashlib.sha256(manifest.to_bytes()).hexdigest()
+
+
+def files_needed(manifest: Manifest, rank: int, workers: int) -> set[str]:
+    """What a worker loads: the shared files, its own, and for another number of workers some of the others'."""
+    shared = {MODEL, SHARED, *filter(is_of_optimizer, manifest.files)}
+    if manifest.workers == workers:
+        return shared | set(own_files(rank))
+    texts = {own_files(other)[1] for other in range(manifest.workers)}
+    mine = own_files(rank) if rank < manifest.workers else ()
+    return shared | texts | set(own_files(0)) | set(mine)

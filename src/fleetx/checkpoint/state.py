@@ -1,0 +1,208 @@
+"""What of a run is saved, and how it is put back.
+
+Workers of a job have much in common: weights, the optimizer's state, the schedule. That is saved once ("shared").
+The rest is each worker's own: buffers, the gradients of a window in progress, the loaders' positions, random state.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fleetx.checkpoint.manifest import Job
+from fleetx.checkpoint.randomness import random_state, set_derived_state, set_random_state
+from fleetx.checkpoint.replaying import WindowStart
+from fleetx.checkpoint.tensor_file import Outline, outline
+from fleetx.checkpoint.trees import TensorSet, encode, encoded_dict
+from fleetx.fleet.optimizer import DistributedOptimizer
+
+Tree = dict[str, Any]
+
+
+@dataclass
+class Run:
+    """The objects whose state makes up a run, each by a name."""
+
+    models: dict[str, nn.Module]
+    optimizers: dict[str, Any]
+    loaders: dict[str, Any]
+    also: dict[str, Any]
+    start: WindowStart | None
+
+    def job(self, name: str | None) -> Job:
+        """What a checkpoint must fit to be this run's."""
+        return Job(name, {key: _outline_of(optimizer) for key, optimizer in self.optimizers.items()})
+
+    def model_outline(self) -> Outline:
+        """The tensors that `model.safetensors` holds."""
+        tensors = TensorSet("model")
+        for name, model in self.models.items():
+            weights, others, _ = _parts(model)
+            encode({**weights, **others}, tensors, self.model_path(name))
+        return outline(tensors.tensors)
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """Where the models are."""
+        return list({parameter.device for model in self.models.values() for parameter in model.parameters()})
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch of the first loader that counts them."""
+        epochs = [getattr(loader, "epoch", None) for loader in self.loaders.values()]
+        return next((epoch for epoch in epochs if isinstance(epoch, int)), None)
+
+    def model_path(self, name: str) -> tuple[str, ...]:
+        """Weights have their plain names where there is one model, so that any tool can read the file."""
+        return () if len(self.models) == 1 else (name,)
+
+
+@dataclass
+class Collected:
+    """The state of a run as JSON, and the tensors it refers to."""
+
+    shared: Tree
+    own: Tree
+    model: TensorSet
+    optimizer: TensorSet
+    mine: TensorSet
+
+
+def collect(run: Run, extra: Mapping[str, Any], rank: int) -> Collected:
+    """The present state. Its tensors are still those in use."""
+    model, optimizer, mine = TensorSet("model"), TensorSet("optimizer"), TensorSet("own")
+    # The first worker's buffers stand beside the weights: the file is then a whole model.
+    buffers = model if rank == 0 else mine
+    models: Tree = {}
+    optimizers: Tree = {}
+    own_buffers: Tree = {}
+    windows: Tree = {}
+    for name, module in run.models.items():
+        weights, others, metadata = _parts(module)
+        models[name] = encoded_dict(
+            {"weights": encode(weights, model, run.model_path(name)), "metadata": encode(metadata, model)}
+        )
+        own_buffers[name] = encode(others, buffers, run.model_path(name))
+    for name, its in run.optimizers.items():
+        state, window = _optimizer_state(its)
+        optimizers[name] = encode(state, optimizer, (name,))
+        windows[name] = encode(window, mine, ("window", name))
+    rest = {
+        "loaders": {name: loader.state_dict() for name, loader in run.loaders.items()},
+        "start": run.start.state() if run.start is not None else None,
+        "also": {name: _get_state(thing) for name, thing in run.also.items()},
+        "random": random_state(run.devices),
+        "extra": dict(extra),
+    }
+    own = {"buffers": encoded_dict(own_buffers), "windows": encoded_dict(windows)}
+    own |= {name: encode(value, mine, (name,)) for name, value in rest.items()}
+    shared = {"models": encoded_dict(models), "optimizers": encoded_dict(optimizers)}
+    return Collected(encoded_dict(shared), encoded_dict(own), model, optimizer, mine)
+
+
+def restore(run: Run, shared: Tree, own: Tree) -> None:
+    """Put back the state of the same worker of the same number of workers."""
+    _restore_shared(run, shared, own, own["also"], windows=own["windows"])
+    for name, loader in run.loaders.items():
+        loader.load_state_dict(own["loaders"][name])
+    if run.start is not None and own["start"] is not None:
+        run.start.load_state(own["start"])
+    set_random_state(own["random"], run.devices)
+
+
+def restore_elsewhere(run: Run, shared: Tree, first: Tree, mine: Tree | None, rank: int) -> None:
+    """Put back the state for another number of workers, where a window in progress begins anew.
+
+    `first` is the own state of worker 0, `mine` that of the worker with this number, if there was one.
+    """
+    also = (mine or first)["also"]
+    _restore_shared(run, shared, first, also, windows=dict.fromkeys(run.optimizers))
+    positions = first["loaders"]
+    if first["start"] is not None:
+        assert run.start is not None
+        positions |= first["start"]["loaders"]
+        run.start.begin_anew(first["start"]["buffers"])
+    for name, loader in run.loaders.items():
+        loader.load_state_dict(positions[name])
+    if mine is not None:
+        set_random_state(mine["random"], run.devices)
+    else:
+        set_derived_state(first["random"], rank)
+
+
+def _restore_shared(run: Run, shared: Tree, own: Tree, also: Tree, windows: Tree) -> None:
+    for name, model in run.models.items():
+        saved = shared["models"][name]
+        state = OrderedDict(saved["weights"] | own["buffers"][name])
+        state._metadata = saved["metadata"]  # type: ignore[attr-defined]
+        model.load_state_dict(state)
+    for name, optimizer in run.optimizers.items():
+        optimizer.load_state_dict(_with_window(shared["optimizers"][name], windows[name]))
+    for name, thing in run.also.items():
+        _set_state(thing, also[name])
+    if run.start is not None:
+        run.start.note_end()
+
+
+def _parts(model: nn.Module) -> tuple[Tree, Tree, Any]:
+    """The weights, which all workers share, what else a state dict holds, and the versions that torch notes in it."""
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    state = model.state_dict()
+    return (
+        {name: value for name, value in state.items() if name in names},
+        {name: value for name, value in state.items() if name not in names},
+        getattr(state, "_metadata", None),
+    )
+
+
+def _optimizer_state(optimizer: Any) -> tuple[Tree, Tree | None]:
+    """The state without the window in progress, and that window."""
+    if not isinstance(optimizer, DistributedOptimizer):
+        return optimizer.state_dict(), None
+    state = optimizer.state_in_use()
+    ours = dict(state["fleetx"])
+    window = ours.pop("window")
+    return state | {"fleetx": ours}, window
+
+
+def _with_window(state: Tree, window: Tree | None) -> Tree:
+    if "fleetx" not in state:
+        return state
+    return state | {"fleetx": state["fleetx"] | {"window": window or {"held": 0}}}
+
+
+def _outline_of(optimizer: Any) -> list[Any]:
+    """Its class and the sizes of its groups."""
+    inner = optimizer.inner if isinstance(optimizer, DistributedOptimizer) else optimizer
+    groups = getattr(inner, "param_groups", [])
+    return [type(inner).__name__, [len(group["params"]) for group in groups]]
+
+
+# Random generators have a state, but no state dict.
+
+
+def _get_state(thing: Any) -> Any:
+    if isinstance(thing, torch.Generator):
+        return thing.get_state()
+    if hasattr(thing, "bit_generator"):
+        return thing.bit_generator.state
+    return thing.state_dict()
+
+
+def _set_state(thing: Any, state: Any) -> None:
+    if isinstance(thing, torch.Generator):
+        thing.set_state(state)
+    elif hasattr(thing, "bit_generator"):
+        thing.bit_generator.state = state
+    else:
+        thing.load_state_dict(state)
+
+
+def is_stateful(thing: Any) -> bool:
+    """Whether it has a state that can be saved and loaded."""
+    if isinstance(thing, torch.Generator) or hasattr(thing, "bit_generator"):
+        return True
+    return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))

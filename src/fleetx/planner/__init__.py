@@ -1,0 +1,88 @@
+"""Which plan is fastest and fits: measured on the model itself, found by a pure search."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fleetx.memory import applied_to
+from fleetx.planner.blocks import find_blocks
+from fleetx.planner.costs import Profile
+from fleetx.planner.feeding import Feeding
+from fleetx.planner.plan import Plan
+from fleetx.planner.profile import measure
+from fleetx.planner.search import DoesNotFit, plan_for
+from fleetx.planner.verify import until_verified
+from fleetx.slicing import Batch, batch_size
+from fleetx.units import parse_bytes
+
+__all__ = ["DoesNotFit", "Feeding", "Plan", "find_blocks", "measure", "plan", "plan_for"]
+
+_MARGIN = 0.05  # of the free memory, left to others
+
+
+def plan(
+    model: nn.Module,
+    sample: Batch,
+    *,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    optimizer: Optimizer | None = None,
+    memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    global_batch: int | None = None,
+    one_forward: bool = False,
+    compile: bool = False,
+    checkpoints: Sequence[str] | str = "auto",
+    precision: torch.dtype | None = None,
+    even: bool = False,
+    bandwidth: float | None = None,
+    cached: bool = True,
+    verify: bool = False,
+) -> Plan:
+    """The fastest plan to train `model` within `memory`, before the first step.
+
+    `sample` is a batch as `fleetx.Step` takes it, of any size: `(inputs, target)` with `loss_fn`, else what the model
+    is called with. `global_batch` is what one update sees (default: the sample's size), `memory` what the device may
+    reserve (default: what is free, less a margin), `host_memory` what offload may use (default: no limit).
+
+    `one_forward=True` keeps the batch whole, for losses that couple its samples. `checkpoints` names the modules to cut
+    at; `"auto"` finds the model's blocks. `precision` is the dtype of autocast. `even` allows only micro-batches of
+    equal size. `bandwidth` is that of the host link in bytes per second, measured if not given. What was measured is
+    kept on disk if `cached`. `verify=True` runs the plan on real micro-batches, and plans anew if they need more.
+
+    The model, its gradients, buffers and all random generators are as before afterwards.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"fleetx.plan takes an nn.Module, not a {type(model).__name__}.")
+    if applied_to(model) is not None:
+        raise ValueError("this model has a plan already: take it off with remove() before planning anew.")
+    feeding = Feeding(model, loss_fn, precision)
+    batch = batch_size(sample) if global_batch is None else global_batch
+    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+        raise ValueError(f"global_batch must be a number of samples, at least 1, got {batch!r}.")
+    budget = _free(feeding.device) if memory is None else parse_bytes(memory)
+    cap = None if host_memory is None else parse_bytes(host_memory)
+    if isinstance(checkpoints, str):
+        if checkpoints != "auto":
+            raise ValueError(f'checkpoints must be a list of names or "auto", got {checkpoints!r}.')
+        checkpoints = find_blocks(feeding, sample)
+    profile = measure(
+        feeding, sample, checkpoints, optimizer=optimizer, compile=compile, bandwidth=bandwidth, cached=cached
+    )
+
+    def make(profile: Profile) -> Plan:
+        return plan_for(profile, memory=budget, global_batch=batch, host_memory=cap, one_forward=one_forward, even=even)
+
+    return until_verified(profile, feeding, sample, make)[0] if verify else make(profile)
+
+
+def _free(device: torch.device) -> int:
+    """What a process may still take of a device, with what it has already."""
+    if device.type != "cuda":
+        raise ValueError(
+            'a model on the CPU has no memory budget of its own, got memory=None: give one, for example memory="8GiB".'
+        )
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    return int(free * (1 - _MARGIN))

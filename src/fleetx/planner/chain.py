@@ -1,0 +1,170 @@
+"""The model of a step: a chain of segments at one micro-batch size, and what a choice of states costs.
+
+This is the specification that the solver is checked against. Segments 0 … n-1 run one after the other, then the tail
+(what follows the last cut: heads, loss), which keeps everything; the backward runs the same way back. For each segment
+one option is chosen. With K(i) the bytes that the segments before i keep, the device holds at most
+
+- while segment i runs forward:   fixed + K(i) + forward_bytes(i) + sent(i-1), whose copy may still be leaving;
+- while segment i runs backward:  fixed + K(i) + backward_bytes(i) + sent(i-1), which is being fetched meanwhile;
+- while the tail runs:            fixed + K(n) + tail_bytes + sent(n-1);
+- while the weights are updated:  fixed + update_bytes.
+
+The peak is the largest of these. K(i) is the sum over j < i of kept(j) + min(holds(j-1), released(j)): the input that
+segment j sent away stays on the device nevertheless if the segment before holds it as its own output.
+
+The time of a step is the sum of all forwards, of the chosen options' seconds and of the tail's two halves. Copies cost
+no time, because only choices are allowed in which none is waited for:
+
+- leaving keeps pace:    for every i, sent(0) + … + sent(i)  <=  bandwidth × (forward(0) + … + forward(i+1));
+- fetching fits:         for every i, sent(i)  <=  bandwidth × seconds of option(i+1).
+
+Here segment n is the tail, with its forward seconds and its backward seconds.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
+
+from fleetx.memory import DEAR_KINDS
+from fleetx.memory.states import Home, Save
+
+
+class State(NamedTuple):
+    """What is saved of a segment and where: see `fleetx.memory.Segment`."""
+
+    save: Save = "everything"
+    home: Home = "device"
+    dear: tuple[str, ...] = DEAR_KINDS
+
+    def __str__(self) -> str:
+        what = f"dear ({', '.join(self.dear)})" if self.save == "dear" else self.save
+        return f"{what} on the {self.home}"
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to treat a segment."""
+
+    state: State
+    seconds: float  # of the backward, with what is computed again
+    kept: int  # bytes on the device from the segment's forward to its backward
+    forward_bytes: int  # while it runs forward, beside what earlier segments keep; its own kept ones included
+    backward_bytes: int  # while it runs backward, likewise
+    sent: int = 0  # bytes to the host
+    holds: int = 0  # bytes of its output that it saves itself, though they are counted in the next segment's `kept`
+    released: int = 0  # bytes of its input that go to the host
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A segment: what runs until the output of this name is there."""
+
+    name: str
+    forward_seconds: float
+    options: tuple[Option, ...]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A step at one micro-batch size."""
+
+    stages: tuple[Stage, ...]
+    fixed: Mapping[str, int] = field(default_factory=dict)  # bytes that are always there, by kind
+    tail_bytes: int = 0
+    tail_forward_seconds: float = 0.0
+    tail_backward_seconds: float = 0.0
+    update_bytes: int = 0
+    bandwidth: float = 0.0  # bytes per second between device and host, in each direction
+
+    @property
+    def fixed_bytes(self) -> int:
+        """All bytes that are always there."""
+        return sum(self.fixed.values())
+
+    def forward_seconds(self) -> list[float]:
+        """Of every segment and, at the end, of the tail."""
+        return [*(stage.forward_seconds for stage in self.stages), self.tail_forward_seconds]
+
+
+class Point(NamedTuple):
+    """A part of the step, and the most bytes that the device holds during it."""
+
+    name: str  # of the segment; "tail" and "update" at the turn and at the end
+    phase: str  # "forward", "backward" or "update"
+    seconds: float
+    kept: int
+    working: int
+    moving: int  # leaving or being fetched
+
+    @property
+    def bytes(self) -> int:
+        """Beside the fixed ones."""
+        return self.kept + self.working + self.moving
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a choice costs."""
+
+    points: tuple[Point, ...]
+    fixed: Mapping[str, int]
+    seconds: float
+    host_bytes: int
+    waits: tuple[str, ...]  # segments whose copies would be waited for; must be empty
+
+    @property
+    def highest(self) -> Point:
+        """The point where the most memory is needed; the first of several."""
+        return max(self.points, key=lambda point: point.bytes)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes on the device."""
+        return sum(self.fixed.values()) + self.highest.bytes
+
+    @property
+    def peak_by_kind(self) -> dict[str, int]:
+        """What the peak is made of."""
+        point = self.highest
+        return {**self.fixed, "activations kept": point.kept, "working": point.working, "in flight": point.moving}
+
+
+def evaluate(chain: Chain, choice: Sequence[int]) -> Evaluation:
+    """The cost of choosing option `choice[i]` for segment i: the formulas above, one by one."""
+    stages = chain.stages
+    chosen = [stage.options[number] for stage, number in zip(stages, choice, strict=True)]
+    kept = [0]
+    for i, option in enumerate(chosen):
+        held = min(chosen[i - 1].holds, option.released) if i else 0
+        kept.append(kept[-1] + option.kept + held)
+    moving = [0, *(option.sent for option in chosen)]  # beside segment i, of the one before
+    forward = [
+        Point(stage.name, "forward", stage.forward_seconds, kept[i], chosen[i].forward_bytes, moving[i])
+        for i, stage in enumerate(stages)
+    ]
+    backward = [
+        Point(stage.name, "backward", chosen[i].seconds, kept[i], chosen[i].backward_bytes, moving[i])
+        for i, stage in enumerate(stages)
+    ]
+    tail_seconds = chain.tail_forward_seconds + chain.tail_backward_seconds
+    tail = Point("tail", "forward", tail_seconds, kept[-1], chain.tail_bytes, moving[-1])
+    update = Point("update", "update", 0.0, 0, chain.update_bytes, 0)
+    return Evaluation(
+        points=(*forward, tail, *reversed(backward), update),
+        fixed=chain.fixed,
+        seconds=sum(chain.forward_seconds()) + sum(o.seconds for o in chosen) + chain.tail_backward_seconds,
+        host_bytes=sum(option.sent for option in chosen),
+        waits=tuple(_waits(chain, chosen)),
+    )
+
+
+def _waits(chain: Chain, chosen: list[Option]) -> list[str]:
+    elapsed = list(accumulate(chain.forward_seconds()))
+    left = list(accumulate(option.sent for option in chosen))
+    backward = [*(option.seconds for option in chosen), chain.tail_backward_seconds]
+    return [
+        stage.name
+        for i, stage in enumerate(chain.stages)
+        if left[i] > chain.bandwidth * elapsed[i + 1] or chosen[i].sent > chain.bandwidth * backward[i + 1]
+    ]

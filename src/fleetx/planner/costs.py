@@ -1,0 +1,162 @@
+"""What a step costs at any micro-batch size: bytes and seconds as straight lines, from measurements at two sizes."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
+
+from fleetx.planner.chain import Chain, Option, Stage, State
+
+_LITTLE = 1e-3  # part of a backward that recompute and copies take at least: of equally fast plans, the simplest
+
+
+class Line(NamedTuple):
+    """An amount that grows with the micro-batch: so much at all events, and so much per sample. Never negative."""
+
+    fixed: float = 0.0
+    per_sample: float = 0.0
+
+    @classmethod
+    def through(cls, sizes: Sequence[int], values: Sequence[float]) -> "Line":
+        """The line that fits two measurements best; what shrinks with the micro-batch is taken as constant."""
+        (small, large), (first, second) = sizes, values
+        slope = (second - first) / (large - small)
+        if slope < 0:
+            return cls(max(0.0, first, second), 0.0)
+        fixed = first - slope * small
+        # Below zero only by noise: then through the larger size, where noise matters less.
+        return cls(fixed, slope) if fixed >= 0 else cls(0.0, max(0.0, second) / large)
+
+    def at(self, micro_batch: int) -> float:
+        """The amount at a micro-batch size."""
+        return self.fixed + self.per_sample * micro_batch
+
+    def bytes_at(self, micro_batch: int) -> int:
+        """The same, in whole bytes and never too few."""
+        return math.ceil(self.at(micro_batch) - 1e-6)
+
+
+NOTHING = Line()
+
+
+@dataclass(frozen=True)
+class OptionCost:
+    """One state of a segment; see `chain.Option`."""
+
+    state: State
+    seconds: Line
+    kept: Line
+    forward_bytes: Line
+    backward_bytes: Line
+    sent: Line = NOTHING
+    holds: Line = NOTHING
+    released: Line = NOTHING
+
+    def at(self, micro_batch: int) -> Option:
+        """At a micro-batch size."""
+        return Option(
+            self.state,
+            seconds=self.seconds.at(micro_batch),
+            kept=self.kept.bytes_at(micro_batch),
+            forward_bytes=self.forward_bytes.bytes_at(micro_batch),
+            backward_bytes=self.backward_bytes.bytes_at(micro_batch),
+            sent=self.sent.bytes_at(micro_batch),
+            holds=self.holds.bytes_at(micro_batch),
+            released=self.released.bytes_at(micro_batch),
+        )
+
+
+@dataclass(frozen=True)
+class SegmentCost:
+    """A segment: the time of its forward, and its states."""
+
+    name: str
+    forward_seconds: Line
+    options: tuple[OptionCost, ...]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Everything that planning needs to know of a model, a loss, an optimizer and a device."""
+
+    segments: tuple[SegmentCost, ...]
+    tail_bytes: Line = NOTHING
+    tail_forward_seconds: Line = NOTHING
+    tail_backward_seconds: Line = NOTHING
+    fixed: Mapping[str, int] = field(default_factory=dict)  # bytes by kind
+    batch_bytes: Line = NOTHING
+    update_seconds: float = 0.0
+    update_bytes: int = 0
+    bandwidth: float = 0.0  # bytes per second to the host and back, while computing; 0: nothing is sent
+    reserve: float = 1.0  # bytes that the allocator reserves for each that is in use
+    sizes: tuple[int, int] = (1, 2)  # micro-batches at which it was measured
+    device: str = ""
+    compiled: bool = False
+    couples_samples: bool = False  # batch norms, which see a micro-batch at a time
+    notes: tuple[str, ...] = ()
+    unexplained: Line = NOTHING  # bytes that a real step took beyond the prediction
+
+    def corrected(self, micro_batch: int, missing: int) -> "Profile":
+        """The same, after a real step took so many bytes more than was predicted."""
+        more = self.unexplained.per_sample + missing / self.reserve / micro_batch
+        return replace(self, unexplained=Line(0.0, more))
+
+    def chain(self, micro_batch: int) -> Chain:
+        """The step at this micro-batch size."""
+        stages = [
+            Stage(segment.name, segment.forward_seconds.at(micro_batch), self._options(segment, micro_batch, number))
+            for number, segment in enumerate(self.segments)
+        ]
+        return Chain(
+            tuple(stages),
+            fixed={
+                **self.fixed,
+                "batch": self.batch_bytes.bytes_at(micro_batch),
+                "unexplained": self.unexplained.bytes_at(micro_batch),
+            },
+            tail_bytes=self.tail_bytes.bytes_at(micro_batch),
+            tail_forward_seconds=self.tail_forward_seconds.at(micro_batch),
+            tail_backward_seconds=self.tail_backward_seconds.at(micro_batch),
+            update_bytes=self.update_bytes,
+            bandwidth=self.bandwidth,
+        )
+
+    def _options(self, segment: SegmentCost, micro_batch: int, number: int) -> tuple[Option, ...]:
+        options = [option.at(micro_batch) for option in segment.options]
+        # The last segment is needed first in the backward: moving it away would be in vain.
+        if self.bandwidth <= 0 or number == len(self.segments) - 1:
+            options = [option for option in options if option.state.home == "device"]
+        # Measurements are not exact; but what does more is not faster.
+        kept = [option.seconds for option in options if option.state == State("everything")]
+        least = kept[0] if kept else 0.0
+        return tuple(replace(o, seconds=max(o.seconds, least * _more(o.state))) for o in options)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Profile":
+        """From what JSON gave; anything missing or unknown raises."""
+        line_names = ("tail_bytes", "tail_forward_seconds", "tail_backward_seconds", "batch_bytes", "unexplained")
+        made: dict[str, Any] = dict(values) | {name: Line(*values[name]) for name in line_names}
+        made["segments"] = tuple(_segment(one) for one in values["segments"])
+        made["sizes"], made["notes"] = tuple(values["sizes"]), tuple(values["notes"])
+        return cls(**made)
+
+
+def _more(state: State) -> float:
+    return 1 + _LITTLE * ((state.save != "everything") + (state.home == "host"))
+
+
+def _segment(values: Mapping[str, Any]) -> SegmentCost:
+    made: dict[str, Any] = dict(values)
+    made["forward_seconds"] = Line(*values["forward_seconds"])
+    made["options"] = tuple(_option(one) for one in values["options"])
+    return SegmentCost(**made)
+
+
+def _option(values: Mapping[str, Any]) -> OptionCost:
+    save, home, dear = values["state"]
+    lines = {name: Line(*value) for name, value in values.items() if name != "state"}
+    return OptionCost(state=State(save, home, tuple(dear)), **lines)

@@ -1,0 +1,101 @@
+"""How a model is fed and becomes a loss: as `fleetx.Step` does it, and for models that give no loss too."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fleetx.slicing import Batch, batch_size, map_tensors
+
+LossFn = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class Feeding:
+    """A model with its loss function and precision.
+
+    With `loss_fn` a batch is `(inputs, target)`; without, the whole batch goes to the model. A tuple or dict of inputs
+    is spread over the model's arguments.
+    """
+
+    model: nn.Module
+    loss_fn: LossFn | None = None
+    precision: torch.dtype | None = None  # of autocast
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next((p.device for p in self.model.parameters()), torch.device("cpu"))
+
+    def loss(self, batch: Batch) -> Tensor:
+        """One forward."""
+        inputs, target = self._parts(batch)
+        with self._low_precision():
+            output = _called(self.model, inputs)
+            if self.loss_fn is not None:
+                output = self.loss_fn(output, target)
+        return _one_number(output)
+
+    def _parts(self, batch: Batch) -> tuple[Any, Any]:
+        if self.loss_fn is None:
+            return batch, None
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            raise TypeError(
+                f"with loss_fn a sample is (inputs, target), got a {type(batch).__name__}. Give such a pair, or leave "
+                "out loss_fn and let the model return its loss."
+            )
+        return batch[0], batch[1]
+
+    def _low_precision(self) -> AbstractContextManager[Any]:
+        if self.precision is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.precision)
+
+
+def _called(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+
+
+def _one_number(output: Any) -> Tensor:
+    """The loss; of an output that is none, something that has a gradient for all of it."""
+    loss = getattr(output, "loss", None)
+    tensors = [loss] if isinstance(loss, Tensor) else pytree.tree_leaves(output)
+    found = [t for t in tensors if isinstance(t, Tensor) and t.requires_grad]
+    if not found:
+        raise ValueError(
+            "the model's output has no tensor with a gradient, so there is no backward to plan. Call model.train(), "
+            "let parameters require gradients, or give a loss_fn."
+        )
+    return torch.stack([t.float().mean() for t in found]).sum()
+
+
+def resized(batch: Batch, size: int) -> Batch:
+    """The first samples of a batch, from the beginning again if it has fewer."""
+    available = batch_size(batch)
+
+    def taken(tensor: Tensor) -> Tensor:
+        if tensor.dim() == 0:
+            return tensor
+        if size <= available:
+            return tensor[:size].clone()
+        return tensor[torch.arange(size, device=tensor.device) % available]
+
+    return map_tensors(batch, taken)
+
+
+def placed(batch: Batch, device: torch.device) -> Batch:
+    """The batch on a device."""
+    return map_tensors(batch, lambda tensor: tensor.to(device))
+
+
+def bytes_per_sample(batch: Batch) -> float:
+    """What one sample of a batch takes."""
+    found = []
+    map_tensors(batch, lambda tensor: (found.append(tensor.numel() * tensor.element_size()), tensor)[1])
+    return sum(found) / batch_size(batch)

@@ -1,0 +1,217 @@
+"""One training step of a model that is cut into segments, watched at every cut: bytes and times."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fleetx.memory.states import Save
+from fleetx.memory.structures import tensors_in
+from fleetx.planner.feeding import Feeding
+from fleetx.planner.meter import Meter
+from fleetx.slicing import Batch
+
+
+class Mark(NamedTuple):
+    """A moment of a step."""
+
+    moment: Any  # seconds, or a CUDA event
+    bytes: int = 0
+    peak: int = 0  # since the mark before
+    passing: int = 0  # bytes of the output, or of its gradient, that is handed over here
+    sent: int = 0  # to the host so far
+
+
+@dataclass(eq=False)
+class Step:
+    """What was seen: marks after each segment's forward, and before each segment's backward."""
+
+    start: Mark
+    forward: list[Mark] = field(default_factory=list)
+    turn: Mark | None = None
+    backward: dict[int, Mark] = field(default_factory=dict)
+    end: Mark | None = None
+
+
+class Watch:
+    """Hooks on a model that mark when its cuts are passed."""
+
+    def __init__(self, feeding: Feeding, cuts: Sequence[str]) -> None:
+        self.feeding = feeding
+        self.on_gpu = feeding.device.type == "cuda"
+        self.meter: Meter | None = None
+        self.sent: Callable[[], int] | None = None  # how many bytes went to the host so far
+        self._step: Step | None = None
+        self._handles = [
+            feeding.model.get_submodule(name).register_forward_pre_hook(self._beginning(number))
+            for number, name in enumerate(cuts)
+        ]
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+    def step(self, batch: Batch, meter: Meter | None = None) -> Step:
+        """One forward and backward."""
+        self.meter = meter
+        with meter or nullcontext():
+            if meter is not None:
+                meter.take_peak()
+            step = self._step = Step(self._mark())
+            try:
+                loss = self.feeding.loss(batch)
+            finally:
+                self._step = None  # segments that are repeated are not marked
+            step.turn = self._mark()
+            loss.backward()
+            step.end = self._mark()
+        if self.on_gpu:
+            torch.cuda.synchronize(self.feeding.device)
+        del loss
+        return step
+
+    def _mark(self, passing: int = 0) -> Mark:
+        if self.meter is not None:
+            sent = 0 if self.sent is None else self.sent()
+            return Mark(0.0, self.meter.bytes(), self.meter.take_peak(), passing, sent)
+        if not self.on_gpu:
+            return Mark(time.perf_counter())
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return Mark(event)
+
+    def _beginning(self, number: int) -> Callable[..., None]:
+        def begin(module: nn.Module, _args: Any) -> None:
+            step = self._step
+            if step is None or len(step.forward) != number:
+                return
+
+            def end(_module: nn.Module, _args: Any, output: Any) -> None:
+                handle.remove()
+                given = [t for t in tensors_in(output) if t.requires_grad]
+                size = sum({t.untyped_storage().data_ptr(): _size(t) for t in given}.values())
+                step.forward.append(self._mark(size))
+                if given:
+                    given[0].register_hook(partial(self._arrived, step, number))
+
+            # Only now, so that it is the last of all hooks: what ends a segment is done by then.
+            handle = module.register_forward_hook(end)
+
+        return begin
+
+    def _arrived(self, step: Step, number: int, gradient: Tensor) -> None:
+        """The gradient of a cut's output is there: the segment's backward begins."""
+        if number not in step.backward:
+            step.backward[number] = self._mark(_size(gradient))
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else 0
+
+
+def seconds_between(first: Mark, second: Mark) -> float:
+    """How long it took from one mark to the next."""
+    if isinstance(first.moment, float):
+        return second.moment - first.moment
+    return first.moment.elapsed_time(second.moment) / 1e3
+
+
+class Figures(NamedTuple):
+    """What a step showed, per segment and for the tail."""
+
+    forward_seconds: list[float]
+    backward_seconds: list[float]
+    tail_seconds: tuple[float, float]
+
+
+def seconds_of(step: Step, count: int) -> Figures:
+    """The times of a step."""
+    assert step.turn is not None
+    assert step.end is not None
+    ends = [step.start, *_filled(step.forward, count)]
+    befores = _backward_marks(step, count)
+    return Figures(
+        [seconds_between(a, b) for a, b in pairwise(ends)],
+        [seconds_between(befores[i], befores[i - 1] if i else step.end) for i in range(count)],
+        (seconds_between(ends[-1], step.turn), seconds_between(step.turn, befores[-1] if count else step.end)),
+    )
+
+
+class Bytes(NamedTuple):
+    """The bytes of a step, beyond those before it; see `chain` for what they mean."""
+
+    kept: list[int]
+    sent: list[int]
+    holds: list[int]
+    entering: list[int]
+    forward_bytes: list[int]
+    backward_bytes: list[int]
+    tail_bytes: int
+
+
+def bytes_of(step: Step, count: int, save: Save = "everything", here: Bytes | None = None) -> Bytes:
+    """The bytes of a step all of whose segments save this; `here`: those on the device, if this is on the host."""
+    assert step.turn is not None
+    assert step.end is not None
+    base = step.start.bytes
+    after, before = _filled(step.forward, count), _backward_marks(step, count)
+    totals = [step.start.sent, *(mark.sent for mark in after)]
+    sent = [b - a for a, b in pairwise(totals)]
+    entering = [0, *(mark.passing for mark in after[:-1])] if count else []
+    # Inputs are sent when the segment begins and have left when it ends; the rest leaves while the next one runs.
+    first = {"everything": [0] * count, "dear": entering, "inputs": sent}[save]
+    leaving = [max(0, a - b) for a, b in zip(sent, first, strict=True)]
+    # After segment i's forward there are: what segments up to i keep; its output, which is the next one's input; and
+    # what is leaving. The output may be among that.
+    twice = [0] * count if here is None else here.holds
+    through = [
+        max(0, after[i].bytes - base - leaving[i] - (after[i].passing - min(twice[i], leaving[i])))
+        for i in range(count)
+    ]
+    if here is not None:
+        # Whether all that left is gone, or somebody still has hold of it, shows when the next segment has ended. (The
+        # last one is never sent, so that the end of the one before says nothing new.)
+        through = [*through[1:-1], *through[-2:]]
+    # What is there for a while only, a shortcut on its way, belongs to the points that it passes.
+    below = [0, *(min(through[i:]) for i in range(count))]
+    # Before its backward there is the gradient of its output in the output's place; what is there beyond that is the
+    # output itself, which the segment then needs too.
+    holds = [
+        min(end.passing, max(0, mark.bytes - mark.passing - end.bytes + end.passing))
+        for end, mark in zip(after, before, strict=True)
+    ]
+    peaks = [step.backward[i - 1].peak if i - 1 in step.backward else step.end.peak for i in range(count)]
+    last = before[-1].peak if count and (count - 1) in step.backward else step.end.peak
+    return Bytes(
+        kept=[b - a for a, b in pairwise(below)],
+        # As in what is kept, an output that two segments need is counted with the later one.
+        sent=[max(0, sent[i] - twice[i] + (twice[i - 1] if i else 0)) for i in range(count)],
+        holds=holds if here is None else [0] * count,
+        entering=entering,
+        forward_bytes=[max(0, after[i].peak - base - below[i] - (leaving[i - 1] if i else 0)) for i in range(count)],
+        # While one is repeated, the one before is being fetched.
+        backward_bytes=[max(0, peaks[i] - base - below[i] - (sent[i - 1] if i else 0)) for i in range(count)],
+        tail_bytes=max(0, max(step.turn.peak, last) - base - below[-1]),
+    )
+
+
+def _filled(marks: list[Mark], count: int) -> list[Mark]:
+    """The marks, the last one repeated if a forward did not come to all cuts."""
+    return (marks + marks[-1:] * count)[:count]
+
+
+def _backward_marks(step: Step, count: int) -> list[Mark]:
+    """For each segment the mark before its backward; one that has none shares that of the segment before it."""
+    assert step.end is not None
+    marks: list[Mark] = []
+    for number in range(count):
+        below = marks[-1] if marks else step.end
+        marks.append(step.backward.get(number, below))
+    return marks

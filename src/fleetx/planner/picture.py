@@ -1,0 +1,85 @@
+"""The pictures of a plan: memory over the step, predicted against measured, and memory against speed."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from fleetx.planner.plan import Plan
+from fleetx.planner.verify import Moment
+from fleetx.report.curves import OURS, PLAIN
+
+_FIXED, _KEPT, _MOVING = "#9db7c4", "#0b6e99", "#5fa55a"
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
+
+def draw_plan(plan: Plan, path: str | Path, moments: Sequence[Moment] = ()) -> Path:
+    """Draw the memory of one micro-batch over time, and what other budgets would give, side by side.
+
+    `moments` are those that `verify` saw in a real step.
+    """
+    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    step, trade = figure.subplots(1, 2, width_ratios=(3, 2))
+    unit, size = next(((name, size) for name, size in _UNITS if plan.peak >= size), ("B", 1))
+    _draw_step(step, plan, moments, size)
+    step.set(title=f"Memory over a micro-batch of {plan.micro_batch:,}", xlabel="seconds", ylabel=unit)
+    _draw_trade(trade, plan, size)
+    trade.set(title="Memory against speed", xlabel=f"budget, {unit}", ylabel="samples/s")
+    for axes in (step, trade):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+        axes.set_ylim(bottom=0)
+    path = Path(path)
+    figure.savefig(path, dpi=130)
+    return path
+
+
+def _draw_step(axes: Any, plan: Plan, moments: Sequence[Moment], size: int) -> None:
+    points = [point for point in plan.timeline if point.phase != "update"]
+    ends = list(accumulate(point.seconds for point in points))
+    starts, widths = [0.0, *ends[:-1]], [point.seconds for point in points]
+    bottom = [plan.fixed_bytes / size] * len(points)
+    axes.bar(starts, bottom, widths, align="edge", color=_FIXED, label="weights, gradients, optimizer")
+    for name, color in (("kept", _KEPT), ("working", PLAIN), ("moving", _MOVING)):
+        heights = [getattr(point, name) / size for point in points]
+        if any(heights):
+            label = {"kept": "activations kept", "working": "working", "moving": "to and from the host"}[name]
+            axes.bar(starts, heights, widths, bottom, align="edge", color=color, label=label)
+        bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
+    axes.axhline(plan.memory / size, color="black", linestyle=":", label="budget")
+    if moments:
+        places = _places(plan, moments, dict(zip([(p.name, p.phase) for p in points], ends, strict=True)))
+        axes.step(places, [m.peak / size for m in moments], where="pre", color="black", label="measured")
+    axes.set_xlim(0, ends[-1] if ends and ends[-1] > 0 else 1)
+    axes.legend(loc="lower center", frameon=False, fontsize=8, ncols=2)
+
+
+def _places(plan: Plan, moments: Sequence[Moment], ends: dict[tuple[str, str], float]) -> list[float]:
+    """Where on the predicted time axis each moment ended."""
+    names = [*plan.names]
+    last = max(ends.values(), default=0.0)
+    places = []
+    for moment in moments:
+        if moment.phase == "forward":
+            places.append(ends.get((moment.name, "forward"), last))
+        elif moment.name in names and names.index(moment.name) + 1 < len(names):
+            # Marked before its own backward: when that of the segment after it has ended.
+            places.append(ends.get((names[names.index(moment.name) + 1], "backward"), last))
+        else:
+            places.append(last if moment.name == "end" else ends.get(("tail", "forward"), last))
+    return places
+
+
+def _draw_trade(axes: Any, plan: Plan, size: int) -> None:
+    curve = [(one.memory / size, one.samples_per_s) for one in plan.curve]
+    if curve:
+        axes.plot(*zip(*curve, strict=True), color=OURS, marker="o", markersize=4, label="predicted")
+    axes.plot([plan.memory / size], [plan.samples_per_s], "o", color=PLAIN, markersize=9, label="this plan", zorder=3)
+    if plan.measured is not None:
+        speed = plan.global_batch / plan.measured.seconds
+        axes.plot([plan.memory / size], [speed], "x", color="black", markersize=9, label="measured", zorder=4)
+    axes.legend(loc="lower right", frameon=False)

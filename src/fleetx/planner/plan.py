@@ -1,0 +1,164 @@
+"""A plan: micro-batch, merge, and the state of every segment, with what they are predicted to cost."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from fleetx import memory
+from fleetx.memory import Applied, Segment
+from fleetx.notices import shown
+from fleetx.planner.chain import Point, State
+
+FORMAT, VERSION = "fleetx.plan", 1
+
+
+class RunnerUp(NamedTuple):
+    """Another plan that fits, and is not as fast."""
+
+    micro_batch: int
+    k_steps: int
+    samples_per_s: float
+    peak: int
+    states: str  # in words
+
+
+class Purchase(NamedTuple):
+    """What another budget would give."""
+
+    memory: int
+    samples_per_s: float
+    micro_batch: int
+    k_steps: int
+
+
+class Measured(NamedTuple):
+    """What a real step took."""
+
+    peak: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The fastest way found to train with a global batch within a memory budget.
+
+    `seconds` are those of one update: all micro-batches and the optimizer. `peak` is what the device's allocator
+    reserves at most. Both are predictions, until `verified` says that a real step was measured.
+    """
+
+    micro_batch: int
+    k_steps: int
+    global_batch: int
+    names: tuple[str, ...]
+    states: tuple[State, ...]
+    memory: int
+    host_memory: int | None
+    peak: int
+    peak_by_kind: Mapping[str, int]
+    host_bytes: int
+    seconds: float
+    samples_per_s: float
+    reason: str
+    one_forward: bool = False
+    compile: bool = False
+    is_exact: bool = True  # nothing faster fits, as far as the figures are right
+    measured: Measured | None = None
+    runners_up: tuple[RunnerUp, ...] = ()
+    curve: tuple[Purchase, ...] = ()
+    timeline: tuple[Point, ...] = ()
+    fixed_bytes: int = 0
+    device: str = ""
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def verified(self) -> bool:
+        """Whether a real step was measured."""
+        return self.measured is not None
+
+    def with_measurement(self, peak: int, seconds: float) -> "Plan":
+        """The same plan, after a real step."""
+        return replace(self, measured=Measured(int(peak), float(seconds)))
+
+    def segments(self) -> list[Segment]:
+        """What `fleetx.memory.apply` is to be given.
+
+        Segments that keep everything at the end are left out: what follows the last cut is kept anyway. One stays, for
+        what is sent to the host must not be the last. A compiled plan names all of them, since they are compiled.
+        """
+        listed = [
+            Segment(name, state.save, state.home, state.dear)
+            for name, state in zip(self.names, self.states, strict=True)
+        ]
+        if not self.compile:
+            while len(listed) > 1 and _keeps_all(listed[-1]) and _keeps_all(listed[-2]):
+                listed.pop()
+            if len(listed) == 1 and _keeps_all(listed[0]):
+                return []
+        return listed
+
+    def apply(self, model: nn.Module, **compile_options: Any) -> Applied | None:
+        """Put the plan on a model; None if there is nothing to do, because all activations are kept.
+
+        The caller cuts the batch: `k_steps` micro-batches of `micro_batch` samples.
+        """
+        segments = self.segments()
+        if not segments:
+            return None
+        return memory.apply(model, segments, host_memory=self.host_memory, compile=self.compile, **compile_options)
+
+    def to_json(self) -> str:
+        """As text that `from_json` reads."""
+        return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """A plan from what `to_json` wrote."""
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"a plan is JSON, and this is not ({error}): write it with plan.to_json().") from error
+        if not isinstance(values, dict) or values.get("format") != FORMAT:
+            raise ValueError(f"a plan is a JSON object with format {FORMAT!r}, got {shown(values)}: make one anew.")
+        if values.get("version") != VERSION:
+            raise ValueError(
+                f"this FleetX reads plans of version {VERSION}, got {shown(values.get('version'))}: make the plan anew."
+            )
+        try:
+            return cls(**_read({name: value for name, value in values.items() if name not in ("format", "version")}))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"this plan is incomplete or has entries that plans do not have: {error}.") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a file."""
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Plan":
+        """Read it from a file."""
+        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+
+    def __str__(self) -> str:
+        from fleetx.planner.table import as_text
+
+        return as_text(self)
+
+
+def _keeps_all(segment: Segment) -> bool:
+    return segment.save == "everything" and segment.home == "device"
+
+
+def _read(values: dict[str, Any]) -> dict[str, Any]:
+    measured = values["measured"]
+    return values | {
+        "names": tuple(values["names"]),
+        "states": tuple(State(save, home, tuple(dear)) for save, home, dear in values["states"]),
+        "measured": None if measured is None else Measured(*measured),
+        "runners_up": tuple(RunnerUp(*one) for one in values["runners_up"]),
+        "curve": tuple(Purchase(*one) for one in values["curve"]),
+        "timeline": tuple(Point(*one) for one in values["timeline"]),
+        "notes": tuple(values["notes"]),
+    }

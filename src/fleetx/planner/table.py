@@ -1,0 +1,117 @@
+"""A plan as a person reads it."""
+
+import re
+from collections.abc import Sequence
+from itertools import groupby
+
+from fleetx.planner.chain import State
+from fleetx.planner.plan import Plan
+from fleetx.units import format_bytes
+
+_WORDS = {
+    ("everything", "device"): "everything kept",
+    ("everything", "host"): "everything on the host",
+    ("inputs", "device"): "inputs kept, the rest computed again",
+    ("inputs", "host"): "inputs on the host, the rest computed again",
+}
+
+
+def in_words(state: State) -> str:
+    """What happens to a segment."""
+    if state.save == "dear":
+        where = "kept" if state.home == "device" else "on the host"
+        return f"inputs and {', '.join(state.dear)} outputs {where}, the rest computed again"
+    return _WORDS[state.save, state.home]
+
+
+def folded(names: Sequence[str], states: Sequence[State]) -> list[tuple[str, int, State]]:
+    """Runs of segments with the same state: their names in short, how many they are, the state."""
+    rows = []
+    for state, run in groupby(zip(names, states, strict=True), key=lambda pair: pair[1]):
+        listed = [name for name, _ in run]
+        rows.append((_in_short(listed), len(listed), state))
+    return rows
+
+
+def summary(states: Sequence[State]) -> str:
+    """All states in a line."""
+    if not states:
+        return "everything kept"
+    counts = {state: list(states).count(state) for state in dict.fromkeys(states)}
+    if len(counts) == 1:
+        return f"all: {in_words(states[0])}"
+    return "; ".join(f"{count} of {len(states)}: {in_words(state)}" for state, count in counts.items())
+
+
+def _in_short(names: list[str]) -> str:
+    """`encoder.layer.0-16` for a run of names that differ in one number, and `first … last` for others."""
+    if len(names) == 1:
+        return names[0]
+    parts = [re.split(r"(\d+)", name) for name in names]
+    if len({len(part) for part in parts}) == 1:
+        columns = list(zip(*parts, strict=True))
+        varying = [i for i, column in enumerate(columns) if len(set(column)) > 1]
+        if len(varying) == 1 and varying[0] % 2 == 1:
+            first, last = columns[varying[0]][0], columns[varying[0]][-1]
+            return "".join([*parts[0][: varying[0]], f"{first}–{last}", *parts[0][varying[0] + 1 :]])
+    return f"{names[0]} … {names[-1]}"
+
+
+def as_text(plan: Plan) -> str:
+    """The whole table."""
+    batch = f"global batch {plan.global_batch:,}"
+    if plan.k_steps == 1:
+        head = f"{batch}: one forward of {plan.micro_batch:,}"
+    else:
+        head = f"{batch}: micro-batch {plan.micro_batch:,} × {plan.k_steps:,} merged"
+    of_budget = f"{format_bytes(plan.peak)} of {format_bytes(plan.memory)}"
+    lines = [
+        f"Plan for {plan.device or 'a device'}{', compiled' if plan.compile else ''}",
+        f"  {head}",
+        f"  {plan.samples_per_s:,.1f} samples/s, {_seconds(plan.seconds)} per update, peak {of_budget}",
+        f"  {_status(plan)}",
+        f"  Why: {plan.reason}",
+        *(f"  Note: {note}" for note in plan.notes),
+        "",
+        *_columns("segments", [(name, in_words(state)) for name, _, state in folded(plan.names, plan.states)]),
+        *_columns("peak", [(kind, format_bytes(size)) for kind, size in plan.peak_by_kind.items() if size]),
+    ]
+    if plan.host_bytes:
+        lines += _columns("host", [("activations", format_bytes(plan.host_bytes))])
+    lines += _columns(
+        "runners-up",
+        [
+            (f"{one.micro_batch:,} × {one.k_steps:,}", f"{one.samples_per_s:,.1f} samples/s", one.states)
+            for one in plan.runners_up
+        ],
+    )
+    lines += _columns(
+        "with more or less memory",
+        [
+            (format_bytes(one.memory), f"{one.samples_per_s:,.1f} samples/s", f"{one.micro_batch:,} × {one.k_steps:,}")
+            for one in plan.curve
+        ],
+    )
+    return "\n".join(lines).rstrip()
+
+
+def _status(plan: Plan) -> str:
+    if plan.measured is None:
+        return "Predicted, not yet verified by a real step."
+    peak, seconds = plan.measured
+    return (
+        f"Verified: a real step took {format_bytes(peak)} ({peak / plan.peak - 1:+.1%}) and {_seconds(seconds)} "
+        f"({seconds / plan.seconds - 1:+.1%})."
+    )
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:,.1f} ms"
+
+
+def _columns(title: str, rows: Sequence[Sequence[str]]) -> list[str]:
+    if not rows:
+        return []
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    texts = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return [f"  {title}", *(f"    {text}".rstrip() for text in texts), ""]

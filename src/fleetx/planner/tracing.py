@@ -1,0 +1,132 @@
+"""One small forward of a model: which modules run, in which order, what they save, and what depends on what."""
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fleetx.memory.structures import tensors_in
+from fleetx.planner.feeding import Feeding, placed, resized
+from fleetx.planner.untouched import untouched
+from fleetx.slicing import Batch
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a module."""
+
+    name: str
+    module: nn.Module
+    depth: int
+    begins: int  # position among all beginnings and ends
+    saved_before: int  # bytes saved for the backward until then
+    ends: int = -1
+    saved: int = 0  # bytes saved inside
+    reads: tuple[Any, ...] = ()  # nodes of the graph that made its inputs
+    gives: tuple[Any, ...] = ()  # and its outputs
+    shapes: tuple[tuple[int, ...], ...] = ()  # of its outputs
+
+
+@dataclass(eq=False)
+class Trace:
+    """The calls of a forward, in the order in which they began."""
+
+    calls: list[Call] = field(default_factory=list)
+    saved: int = 0  # bytes, for `samples` samples
+    samples: int = 0
+    loss: Tensor | None = None  # holds the graph, which is looked at later
+
+    @property
+    def once(self) -> list[Call]:
+        """Those of modules that ran once; the model itself is none of them."""
+        counts: dict[int, int] = {}
+        for call in self.calls:
+            counts[id(call.module)] = counts.get(id(call.module), 0) + 1
+        return [call for call in self.calls if call.name and counts[id(call.module)] == 1]
+
+    def leaves(self) -> list[Call]:
+        """Those in which no other module ran, and that ran once."""
+        return [c for c in self.once if not any(o.begins > c.begins and o.ends < c.ends for o in self.calls)]
+
+    def depends(self, later: Call, earlier: Call) -> bool:
+        """Whether what a call read was made with what an earlier one gave."""
+        wanted = set(earlier.gives)
+        if not wanted or not later.reads:
+            return not wanted or not later.reads  # nothing is known
+        oldest = min(node._sequence_nr() for node in wanted)
+        seen, stack = set(), list(later.reads)
+        while stack:
+            node = stack.pop()
+            if node in wanted:
+                return True
+            if node in seen:
+                continue
+            seen.add(node)
+            # Nodes are numbered as they are made; accumulators of gradients have the largest number and no past.
+            stack += [up for up, _ in node.next_functions if up is not None and up._sequence_nr() >= oldest]
+        return False
+
+
+def trace(feeding: Feeding, sample: Batch) -> Trace:
+    """Watch one forward on two samples. The model is left as it was.
+
+    Nothing that autograd saves is kept, so that this takes no more memory than a forward without gradients.
+    """
+    model = feeding.model
+    seen = Trace()
+    open_calls: list[Call] = []
+    counted: dict[int, Any] = {}
+    known = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()] if _has_memory(t)}
+    clock = 0
+
+    def enter(module: nn.Module, args: Any, kwargs: Any, name: str) -> None:
+        nonlocal clock
+        reads = tuple(t.grad_fn for t in tensors_in((args, kwargs)) if t.grad_fn is not None)
+        call = Call(name, module, len(open_calls), clock, seen.saved, reads=reads)
+        clock += 1
+        seen.calls.append(call)
+        open_calls.append(call)
+
+    def leave(_module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+        nonlocal clock
+        call, given = open_calls.pop(), tensors_in(output)
+        call.ends, call.saved = clock, seen.saved - call.saved_before
+        call.gives = tuple(t.grad_fn for t in given if t.grad_fn is not None)
+        call.shapes = tuple(tuple(t.shape) for t in given)
+        clock += 1
+
+    def pack(tensor: Tensor) -> None:
+        if _has_memory(tensor):
+            storage = tensor.untyped_storage()
+            place = storage.data_ptr()
+            if place not in known and place not in counted:
+                # Forgotten when the memory is freed, since it may then be another tensor's.
+                counted[place] = weakref.ref(storage, lambda _: counted.pop(place, None))
+                seen.saved += storage.nbytes()
+
+    handles: list[Any] = []
+    seen.samples = 2  # batch norms refuse one
+    batch = resized(placed(sample, feeding.device), seen.samples)
+    with untouched(model, gradients=False), torch.enable_grad():
+        for name, module in model.named_modules():
+            entering = lambda m, args, kwargs, name=name: enter(m, args, kwargs, name)  # noqa: E731
+            handles.append(module.register_forward_pre_hook(entering, with_kwargs=True))
+            handles.append(module.register_forward_hook(leave, with_kwargs=True))
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, _never):
+                seen.loss = feeding.loss(batch)
+        finally:
+            for handle in handles:
+                handle.remove()
+    seen.calls = [call for call in seen.calls if call.ends >= 0]
+    return seen
+
+
+def _never(_: Any) -> Tensor:
+    raise AssertionError("a traced forward has no backward")
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0

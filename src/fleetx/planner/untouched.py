@@ -1,0 +1,73 @@
+"""Runs a model without leaving a trace: parameters, gradients, buffers, attributes and random generators stay."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+def untouched(model: nn.Module, *, gradients: bool = True) -> Iterator[None]:
+    """Inside, the model may be trained on anything; afterwards everything is as it was, to the last bit.
+
+    Inside, parameters have gradients of their own, zero at first (none with `gradients=False`), and nobody who waits
+    for gradients is told. Weights must not be written to.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    saved = [(p, p.grad, _take_hooks(p)) for p in parameters]
+    buffers = [(owner, name, b, None if b is None else b.detach().clone()) for owner, name, b in _buffers(model)]
+    attributes = [(vars(module), vars(module).copy()) for module in model.modules()]
+    before = _random_state()
+    try:
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter) if gradients else None
+        yield
+    finally:
+        _restore_random(before)
+        for now, then in attributes:
+            now.clear()
+            now.update(then)
+        for owner, name, buffer, copy in buffers:
+            owner._buffers[name] = buffer
+            if buffer is not None and copy is not None:
+                with torch.no_grad():
+                    buffer.copy_(copy)
+        for parameter, gradient, hooks in saved:
+            parameter.grad = gradient
+            if hooks:
+                parameter._post_accumulate_grad_hooks.update(hooks)
+
+
+def _buffers(model: nn.Module) -> list[tuple[nn.Module, str, Tensor | None]]:
+    return [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
+
+
+def _take_hooks(parameter: nn.Parameter) -> dict[Any, Any]:
+    """What would be told of a gradient; not told while this is away."""
+    hooks = parameter._post_accumulate_grad_hooks
+    taken = dict(hooks or {})
+    if hooks:
+        hooks.clear()
+    return taken
+
+
+def _random_state() -> tuple[Any, ...]:
+    on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    return torch.get_rng_state(), on_gpu, random.getstate(), _numpy_random().get_state()
+
+
+def _restore_random(state: tuple[Any, ...]) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state_all(state[1])
+    random.setstate(state[2])
+    _numpy_random().set_state(state[3])
+
+
+def _numpy_random() -> Any:
+    import numpy as np
+
+    return np.random

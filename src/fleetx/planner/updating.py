@@ -1,0 +1,87 @@
+"""What the weights, their gradients and their optimizer take: bytes by kind, and the time of an update."""
+
+import inspect
+import time
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+_SCRATCH = 2**20  # elements
+
+
+class UpdateCost(NamedTuple):
+    """What an optimizer takes."""
+
+    state_bytes: int
+    seconds: float
+    working_bytes: int
+    notes: tuple[str, ...] = ()
+
+
+def fixed_bytes(model: nn.Module, update: UpdateCost) -> dict[str, int]:
+    """Bytes that are there in every moment of the training, by kind."""
+    parameters = list(model.parameters())
+    return {
+        "parameters": sum(_size(p) for p in parameters),
+        # Merged in fp32, whatever the parameters are.
+        "gradients": sum(p.numel() * max(4, p.element_size()) for p in parameters if p.requires_grad),
+        "optimizer": update.state_bytes,
+        "buffers": sum(_size(b) for b in model.buffers()),
+    }
+
+
+def cost_of_update(model: nn.Module, optimizer: Optimizer | None) -> UpdateCost:
+    """Tried with an optimizer of the same kind on a scratch parameter; the real one is not touched."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    elements = sum(p.numel() for p in trained)
+    if optimizer is None or not elements:
+        return UpdateCost(0, 0.0, 0)
+    device = trained[0].device
+    try:
+        state, seconds = _tried(optimizer, min(elements, _SCRATCH), trained[0].dtype, device)
+    except Exception as error:  # whatever an optimizer of somebody else wants
+        size = 2 * sum(_size(p) for p in trained)
+        note = (
+            f"the optimizer {type(optimizer).__name__} could not be tried ({type(error).__name__}: {error}); "
+            "two states per parameter are assumed."
+        )
+        return UpdateCost(max(size, _held(optimizer)), 0.0, size // 2, (note,))
+    # Implementations that work on lists of tensors need about one more copy meanwhile.
+    working = 0 if optimizer.defaults.get("fused") else sum(_size(p) for p in trained)
+    return UpdateCost(max(int(state * elements), _held(optimizer)), seconds * elements, working)
+
+
+def _tried(optimizer: Optimizer, count: int, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
+    """Bytes of state and seconds per element."""
+    state = torch.get_rng_state()
+    rows = max(1, count // 1024)
+    scratch = nn.Parameter(torch.zeros(rows, min(1024, count), dtype=dtype, device=device))
+    scratch.grad = torch.ones_like(scratch)
+    accepted = inspect.signature(type(optimizer)).parameters
+    settings = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+    trial: Any = type(optimizer)([scratch], **settings)  # type: ignore[call-arg]
+    took = []
+    for _ in range(4):
+        _wait(device)
+        began = time.perf_counter()
+        trial.step()
+        _wait(device)
+        took.append(time.perf_counter() - began)
+    torch.set_rng_state(state)
+    return _held(trial) / scratch.numel(), min(took) / scratch.numel()
+
+
+def _held(optimizer: Optimizer) -> int:
+    values = [value for state in optimizer.state.values() if isinstance(state, dict) for value in state.values()]
+    return sum(_size(value) for value in values if isinstance(value, Tensor) and value.dim() > 0)
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,123 @@
+import logging
+import random
+import shutil
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fleetx.checkpoint import CheckpointError, inspect
+from fleetx.checkpoint.manifest import FORMAT, FileFacts, Manifest, read_manifest
+from tests.checkpoint.damaging import KINDS, damage
+from tests.checkpoint.making import Parts, same
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    """Two checkpoints in mid-window, and the weights of the older."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    parts = Parts(folder).train(4)
+    parts.saved(4)
+    weights = parts.weights()
+    parts.train(4).saved(8)
+    return folder, weights
+
+
+@pytest.fixture
+def copied(original, tmp_path):
+    shutil.copytree(original[0], tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(original, copied, kind):
+    newest = copied / "save-000002-step-8"
+    what = damage(newest, kind, seed=1)
+    assert inspect(newest).problem, what
+    parts = Parts(copied, seed=3)
+    start = parts.checkpoints.resume()
+    assert (start.step, start.path.name) == (4, "save-000001-step-4")
+    assert start.passed_over[0].path == newest
+    assert same(parts.weights(), original[1])
+    parts.train(4)
+    assert parts.checkpoints.save(8).name == "save-000003-step-8"
+
+
+def check_many(original, folder, count, seed):
+    rng = random.Random(seed)
+    newest = folder / "save-000002-step-8"
+    pristine = original[0] / newest.name
+    parts = Parts(folder, seed=3)
+    caught = dict.fromkeys(KINDS, 0)
+    for _ in range(count):
+        kind = rng.choice(list(KINDS))
+        what = damage(newest, kind, seed=rng.random())
+        start = parts.checkpoints.resume()
+        assert start.step == 4, (kind, what)
+        assert start.passed_over[0].path == newest
+        assert same(parts.weights(), original[1])
+        caught[kind] += 1
+        shutil.rmtree(newest)
+        shutil.copytree(pristine, newest)
+    return caught
+
+
+def test_damage_of_every_kind_at_random_places_is_caught(original, copied, caplog):
+    caplog.set_level(logging.ERROR)
+    assert sum(check_many(original, copied, 120, seed=0).values()) == 120
+
+
+@pytest.mark.full
+def test_sixteen_hundred_damaged_checkpoints_are_caught(original, copied, caplog):
+    caplog.set_level(logging.ERROR)
+    caught = check_many(original, copied, 1600, seed=1)
+    assert all(count > 50 for count in caught.values()), caught
+
+
+@settings(max_examples=120, deadline=None)
+@given(which=st.integers(0, 100), place=st.floats(0, 1, exclude_max=True), value=st.integers(1, 255))
+def test_any_other_byte_anywhere_is_caught(original, which, place, value):
+    path = original[0] / "save-000002-step-8"
+    files = sorted(path.iterdir())
+    file = files[which % len(files)]
+    contents = file.read_bytes()
+    changed = bytearray(contents)
+    changed[int(place * len(contents))] ^= value
+    try:
+        file.write_bytes(changed)
+        assert inspect(path).problem is not None
+    finally:
+        file.write_bytes(contents)
+    assert inspect(path).problem is None
+
+
+def test_when_all_are_damaged_each_is_named_and_nothing_begins_anew(copied):
+    for path in copied.glob("save-*"):
+        damage(path, "flipped bit", seed=2)
+    parts = Parts(copied)
+    with pytest.raises(CheckpointError) as error:
+        parts.checkpoints.resume()
+    message = str(error.value)
+    assert "holds 2 checkpoints, and none can be used" in message
+    assert "save-000001-step-4: " in message
+    assert "save-000002-step-8: " in message
+    assert "give another folder to begin anew" in message
+    with pytest.raises(CheckpointError, match="checkpoints of an earlier run"):
+        parts.checkpoints.save(1)
+
+
+def test_a_manifest_that_points_elsewhere_is_refused(copied):
+    """Even one with a right checksum: no file outside of the checkpoint is read."""
+    newest = copied / "save-000002-step-8"
+    manifest = read_manifest(newest)
+    for name in ("../save-000001-step-4/model.safetensors", "/etc/passwd", "..", ""):
+        files = manifest.files | {name: FileFacts(1, "0")}
+        (newest / "manifest.json").write_bytes(Manifest(**(vars(manifest) | {"files": files})).to_bytes())
+        assert "not the name of a file beside it" in inspect(newest).problem
+
+
+def test_a_manifest_of_a_newer_format_says_so(copied):
+    newest = copied / "save-000002-step-8"
+    text = (newest / "manifest.json").read_text(encoding="utf-8")
+    (newest / "manifest.json").write_text(text.replace(FORMAT, "fleetx checkpoint 9"), encoding="utf-8")
+    assert "written as 'fleetx checkpoint 9'" in inspect(newest).problem

@@ -1,0 +1,37 @@
+"""Made-up profiles, with figures like those of BERT-large on a large GPU."""
+
+from dataclasses import replace
+
+from fleetx.planner.chain import State
+from fleetx.planner.costs import Line, OptionCost, Profile, SegmentCost
+
+MIB = 2**20
+
+
+def transformer(layers=24, *, bandwidth=50e9, overhead=2e-4, scale=1, reserve=1.0, **others):
+    """Layers with three states each; `scale` divides all bytes."""
+
+    def size(mib):
+        return Line(0, mib * MIB / scale)
+
+    def option(save, again, kept):
+        seconds = Line(overhead * (2 + again), 4e-5 * (2 + again))
+        here = OptionCost(State(save), seconds, size(kept), size(25), size(31))
+        away = replace(here, state=State(save, "host"), kept=Line(), sent=size(kept), released=size(1))
+        return here, away
+
+    options = (*option("everything", 0, 22.0), *option("dear", 0.25, 9.0), *option("inputs", 1, 1.0))
+    segments = [SegmentCost(f"encoder.layer.{i}", Line(overhead, 4e-5), options) for i in range(layers)]
+    return Profile(
+        tuple(segments),
+        tail_bytes=size(40),
+        tail_forward_seconds=Line(1e-4, 5e-5),
+        tail_backward_seconds=Line(1e-4, 1e-4),
+        fixed={"parameters": 1300 * MIB // scale, "gradients": 1300 * MIB // scale, "optimizer": 2600 * MIB // scale},
+        batch_bytes=Line(0, 10_000),
+        update_seconds=5e-3,
+        bandwidth=bandwidth,
+        reserve=reserve,
+        device="a test",
+        **others,
+    )

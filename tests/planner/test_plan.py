@@ -1,0 +1,292 @@
+import json
+import math
+import re
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fleetx.memory import Segment
+from fleetx.planner.chain import State, evaluate
+from fleetx.planner.costs import Line, Profile
+from fleetx.planner.plan import Plan
+from fleetx.planner.search import Cut, DoesNotFit, cuts_of, plan_for
+from fleetx.planner.table import folded, in_words
+from fleetx.units import parse_bytes
+from tests.planner.profiles import transformer
+
+GIB = 2**30
+EVERYTHING, AGAIN, AWAY = State("everything"), State("inputs"), State("inputs", "host")
+
+
+@given(st.integers(1, 5000), st.booleans())
+@settings(deadline=None, derandomize=True)
+def test_slices_make_up_the_global_batch(global_batch, even):
+    cuts = cuts_of(global_batch, even=even)
+    assert {Cut(global_batch, 1), Cut(1, global_batch)} <= set(cuts)
+    for micro_batch, k_steps, shorter in cuts:
+        assert (k_steps - shorter) * micro_batch + shorter * (micro_batch - 1) == global_batch
+        assert 0 <= shorter < k_steps
+        assert not (even and shorter)
+    assert len(cuts) < 120
+
+
+def test_a_loss_that_is_a_sum_is_merged_without_recompute_and_the_plan_says_so():
+    plan = plan_for(transformer(overhead=1e-6), memory=32 * GIB, global_batch=1024)
+    assert plan.k_steps > 1
+    assert set(plan.states) <= {EVERYTHING}
+    assert plan.peak <= 32 * GIB
+    assert "merged" in plan.reason
+    assert "one forward of 1,024" in plan.reason
+    assert plan.samples_per_s == pytest.approx(1024 / plan.seconds)
+    assert not plan.verified
+
+
+def test_one_forward_keeps_the_batch_whole():
+    plan = plan_for(transformer(), memory=32 * GIB, global_batch=512, one_forward=True)
+    assert (plan.micro_batch, plan.k_steps) == (512, 1)
+    assert plan.peak <= 32 * GIB
+    assert "was asked for" in plan.reason
+    assert any(state.save != "everything" for state in plan.states)
+    merged = plan_for(transformer(), memory=32 * GIB, global_batch=512)
+    assert merged.seconds <= plan.seconds
+
+
+def test_a_batch_that_fits_is_one_forward_with_all_activations():
+    plan = plan_for(transformer(), memory=200 * GIB, global_batch=64)
+    assert (plan.micro_batch, plan.k_steps) == (64, 1)
+    assert set(plan.states) == {EVERYTHING}
+    assert "all activations are kept" in plan.reason
+    assert plan.segments() == []
+
+
+def test_a_slow_link_sends_nothing_and_a_fast_one_does():
+    slow = plan_for(transformer(bandwidth=0.0), memory=24 * GIB, global_batch=256, one_forward=True)
+    fast = plan_for(transformer(), memory=24 * GIB, global_batch=256, one_forward=True)
+    assert slow.host_bytes == 0
+    assert fast.host_bytes > 0
+    assert fast.seconds < slow.seconds
+    capped = plan_for(transformer(), memory=24 * GIB, global_batch=256, one_forward=True, host_memory=GIB)
+    assert capped.host_bytes <= GIB
+    assert fast.seconds <= capped.seconds <= slow.seconds
+
+
+@pytest.mark.parametrize("one_forward", [False, True])
+def test_more_memory_never_predicts_a_slower_plan(one_forward):
+    speeds = [
+        plan_for(transformer(6), memory=memory * GIB, global_batch=96, one_forward=one_forward, curve=False)
+        for memory in (9, 10, 11, 14, 18, 25, 40)
+    ]
+    assert [p.samples_per_s for p in speeds] == sorted(p.samples_per_s for p in speeds)
+    assert all(p.peak <= p.memory for p in speeds)
+
+
+def test_the_curve_says_what_each_further_gib_buys():
+    plan = plan_for(transformer(), memory=32 * GIB, global_batch=256, one_forward=True)
+    budgets = [one.memory for one in plan.curve]
+    assert {31 * GIB, 32 * GIB, 33 * GIB} <= set(budgets)
+    speeds = [one.samples_per_s for one in plan.curve]
+    assert speeds == sorted(speeds)
+    now = next(one for one in plan.curve if one.memory == 32 * GIB)
+    assert now.samples_per_s == plan.samples_per_s
+
+
+def test_runners_up_fit_and_are_slower():
+    plan = plan_for(transformer(), memory=32 * GIB, global_batch=512)
+    assert len(plan.runners_up) == 3
+    for one in plan.runners_up:
+        assert one.samples_per_s <= plan.samples_per_s
+        assert one.peak <= plan.memory
+
+
+def test_if_one_forward_does_not_fit_the_error_says_what_would():
+    with pytest.raises(DoesNotFit) as caught:
+        plan_for(transformer(), memory=20 * GIB, global_batch=4096, one_forward=True)
+    error = caught.value
+    assert parse_bytes(re.search(r"memory='(.*?)'", str(error)).group(1)) >= error.least_memory
+    assert "4,096 samples in one forward need at least" in str(error)
+    assert "the budget is 20 GiB" in str(error)
+    assert f"at most {error.largest_micro_batch:,} samples" in str(error)
+    plan_for(transformer(), memory=20 * GIB, global_batch=error.largest_micro_batch, one_forward=True, curve=False)
+    with pytest.raises(DoesNotFit):
+        plan_for(transformer(), memory=20 * GIB, global_batch=error.largest_micro_batch + 1, one_forward=True)
+    assert plan_for(
+        transformer(), memory=error.least_memory, global_batch=4096, one_forward=True, curve=False
+    ).peak <= (error.least_memory)
+
+
+def test_if_not_even_the_weights_fit_the_error_says_so():
+    with pytest.raises(DoesNotFit, match="one sample at a time needs at least .* the budget is 2 GiB") as caught:
+        plan_for(transformer(), memory=2 * GIB, global_batch=64)
+    assert caught.value.largest_micro_batch == 0
+    plan_for(transformer(), memory=caught.value.least_memory, global_batch=64, curve=False)
+
+
+def test_the_allocators_reserve_is_part_of_the_peak():
+    plan = plan_for(transformer(reserve=1.05), memory=32 * GIB, global_batch=512, curve=False)
+    assert plan.peak <= 32 * GIB
+    assert plan.peak_by_kind["allocator"] == pytest.approx(plan.peak * (1 - 1 / 1.05), abs=2)
+    assert sum(plan.peak_by_kind.values()) == plan.peak
+
+
+def test_batch_norms_are_told_of_only_where_batches_are_merged():
+    merged = plan_for(transformer(couples_samples=True), memory=32 * GIB, global_batch=1024, curve=False)
+    whole = plan_for(transformer(couples_samples=True), memory=32 * GIB, global_batch=16, curve=False)
+    assert any("batch norms see" in note for note in merged.notes)
+    assert whole.notes == ()
+
+
+def test_planning_is_deterministic():
+    plans = [plan_for(transformer(), memory=30 * GIB, global_batch=200) for _ in range(2)]
+    assert plans[0] == plans[1]
+
+
+def test_a_plan_survives_json_exactly():
+    plan = plan_for(transformer(), memory=24 * GIB, global_batch=256, one_forward=True, host_memory=GIB)
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert again.to_json() == plan.to_json()
+    verified = plan.with_measurement(123, 0.5)
+    assert verified.verified
+    assert Plan.from_json(verified.to_json()) == verified
+
+
+def test_a_profile_survives_json_exactly():
+    profile = transformer()
+    again = Profile.from_dict(json.loads(json.dumps(profile.as_dict())))
+    assert again == profile
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "a plan is JSON, and this is not"),
+        ("[]", "a JSON object with format 'fleetx.plan', got \\[\\]"),
+        ('{"format": "fleetx.plan", "version": 99}', "reads plans of version 1, got 99"),
+        ('{"format": "fleetx.plan", "version": 1}', "incomplete"),
+    ],
+)
+def test_what_is_no_plan_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        Plan.from_json(text)
+
+
+def test_unknown_entries_of_a_plan_are_refused():
+    values = json.loads(plan_for(transformer(2), memory=32 * GIB, global_batch=4, curve=False).to_json())
+    with pytest.raises(ValueError, match="surplus"):
+        Plan.from_json(json.dumps(values | {"surplus": 1}))
+
+
+def test_a_plan_can_be_saved_and_loaded(tmp_path):
+    plan = plan_for(transformer(2), memory=32 * GIB, global_batch=4)
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
+def test_equal_segments_are_folded_in_the_table():
+    names = [f"encoder.layer.{i}" for i in range(5)] + ["head"]
+    rows = folded(names, [AWAY, AWAY, AWAY, EVERYTHING, EVERYTHING, EVERYTHING])
+    assert rows == [("encoder.layer.0–2", 3, AWAY), ("encoder.layer.3 … head", 3, EVERYTHING)]
+    assert folded(["a.1.b", "a.2.b", "a.9.b"], [AGAIN] * 3) == [("a.1–9.b", 3, AGAIN)]
+    assert folded(["stem"], [AGAIN]) == [("stem", 1, AGAIN)]
+
+
+def test_the_table_tells_a_person_everything():
+    plan = plan_for(transformer(), memory=24 * GIB, global_batch=256, one_forward=True)
+    text = str(plan)
+    for part in (
+        "one forward of 256",
+        "samples/s",
+        "of 24 GiB",
+        "Predicted, not yet verified",
+        "Why: one forward of 256 was asked for",
+        "encoder.layer.",
+        "inputs on the host",
+        "parameters",
+        "activations kept",
+        "with more or less memory",
+        "25 GiB",
+    ):
+        assert part in text, part
+    assert max(len(line) for line in text.splitlines()) <= 140
+    assert "Verified: a real step took" in str(plan.with_measurement(plan.peak, plan.seconds * 1.02))
+    assert "(+2.0%)" in str(plan.with_measurement(plan.peak, plan.seconds * 1.02))
+
+
+def test_states_in_words():
+    assert in_words(State("dear", "host", ("attention",))) == (
+        "inputs and attention outputs on the host, the rest computed again"
+    )
+
+
+def test_the_timeline_peaks_where_the_plan_says():
+    plan = plan_for(transformer(), memory=24 * GIB, global_batch=256, one_forward=True)
+    highest = max(point.bytes for point in plan.timeline)
+    assert highest + plan.fixed_bytes == plan.peak
+    assert sum(point.seconds for point in plan.timeline) * plan.k_steps <= plan.seconds
+
+
+def sequential():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)))
+
+
+def hand_made(states, **others):
+    base = plan_for(transformer(6), memory=32 * GIB, global_batch=4, curve=False)
+    return replace(base, names=tuple(str(i) for i in range(6)), states=tuple(states), **others)
+
+
+def test_a_plan_is_applied_and_gives_the_same_gradients():
+    model, plain = sequential(), sequential()
+    plan = hand_made([AWAY, AGAIN, AGAIN, EVERYTHING, EVERYTHING, EVERYTHING])
+    assert plan.segments() == [
+        Segment("0", "inputs", "host"),
+        Segment("1", "inputs"),
+        Segment("2", "inputs"),
+        Segment("3", "everything"),
+    ]
+    applied = plan.apply(model)
+    batch = torch.randn(4, 8)
+    for one in (model, plain):
+        one(batch).square().sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    applied.remove()
+
+
+def test_a_plan_that_keeps_everything_leaves_the_model_alone():
+    assert hand_made([EVERYTHING] * 6).apply(sequential()) is None
+
+
+def test_a_compiled_plan_names_all_segments():
+    assert len(hand_made([EVERYTHING] * 6, compile=True).segments()) == 6
+
+
+@given(st.floats(0, 1e9), st.floats(0, 1e6), st.integers(1, 64), st.integers(1, 64))
+@settings(deadline=None, derandomize=True)
+def test_a_line_goes_through_its_points(fixed, slope, small, more):
+    sizes = (small, small + more)
+    line = Line.through(sizes, [fixed + slope * size for size in sizes])
+    assert line.at(1000) == pytest.approx(fixed + slope * 1000, rel=1e-6, abs=1e-3)
+
+
+def test_noise_never_makes_an_amount_negative():
+    assert Line.through((1, 2), [3.0, 2.0]) == Line(3.0, 0.0)
+    assert Line.through((1, 2), [1.0, 3.0]) == Line(0.0, 1.5)
+    assert Line(0, 0.3).bytes_at(10) == 3
+
+
+def test_the_last_segment_is_never_sent_away():
+    chain = transformer(3).chain(8)
+    assert [any(o.sent for o in stage.options) for stage in chain.stages] == [True, True, False]
+
+
+def test_planning_bert_large_for_a_large_batch_is_quick():
+    began = time.process_time()
+    plan = plan_for(transformer(), memory=32 * GIB, global_batch=4096)
+    assert time.process_time() - began < 20
+    assert math.isfinite(plan.seconds)
+    assert evaluate(transformer().chain(plan.micro_batch), [0] * 24).seconds > 0

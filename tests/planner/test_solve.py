@@ -1,0 +1,146 @@
+import time
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fleetx.planner.chain import Chain, Option, Stage, State, evaluate
+from fleetx.planner.solve import least_memory, least_seconds, solve, tidy
+from tests.planner.chains import DEVICE, HOST, by_brute_force, chains, layers, walk
+
+GIB = 2**30
+budgets, caps = st.integers(0, 160), st.sampled_from([0, 3, 8, 20, 1000])
+property_test = settings(max_examples=150, deadline=None, derandomize=True)
+
+
+@property_test
+@given(chains(), budgets, caps)
+def test_no_choice_that_fits_is_faster_than_the_solution(chain, memory, host_memory):
+    best = by_brute_force(chain, memory, host_memory)
+    found = solve(chain, memory, host_memory)
+    if best is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert found.seconds == pytest.approx(best)
+        assert found.is_exact
+
+
+@property_test
+@given(chains(), budgets, caps, st.data())
+def test_a_search_that_follows_few_choices_keeps_its_promises(chain, memory, host_memory, data):
+    width = data.draw(st.sampled_from([1, 2, 5]))
+    best = by_brute_force(chain, memory, host_memory)
+    found = solve(chain, memory, host_memory, widths=(width, width))
+    if found is not None:
+        assert walk(chain, found.choice) is not None
+        assert best is not None
+        assert found.at_least <= best + 1e-9
+        assert not found.is_exact or found.seconds == pytest.approx(best)
+
+
+@property_test
+@given(chains(), budgets, caps)
+def test_the_solution_is_within_its_budgets_whoever_counts(chain, memory, host_memory):
+    found = solve(chain, memory, host_memory)
+    if found is not None:
+        peak, on_host, seconds = walk(chain, found.choice)
+        assert peak == found.peak <= memory
+        assert on_host == found.host_bytes <= host_memory
+        assert seconds == pytest.approx(found.seconds)
+
+
+@property_test
+@given(chains(), budgets, caps, st.integers(0, 40), st.integers(0, 20))
+def test_more_memory_is_never_slower(chain, memory, host_memory, more, more_on_host):
+    little, much = solve(chain, memory, host_memory), solve(chain, memory + more, host_memory + more_on_host)
+    if little is not None:
+        assert much.seconds <= little.seconds + 1e-9
+
+
+@property_test
+@given(chains(), caps)
+def test_the_least_memory_is_just_enough(chain, host_memory):
+    least = least_memory(chain, host_memory)
+    if least is None:
+        assert solve(chain, 10**6, host_memory) is None
+    else:
+        assert solve(chain, least, host_memory) is not None
+        assert solve(chain, least - 1, host_memory) is None
+        assert by_brute_force(chain, least - 1, host_memory) is None
+
+
+@property_test
+@given(chains(), budgets, caps)
+def test_the_quick_bound_is_below_every_choice(chain, memory, host_memory):
+    best = by_brute_force(chain, memory, host_memory)
+    if best is not None:
+        assert least_seconds(chain, memory, host_memory) <= best + 1e-6
+
+
+@property_test
+@given(chains(), st.data())
+def test_the_evaluation_agrees_with_a_walk_through_the_step(chain, data):
+    choice = [data.draw(st.integers(0, len(stage.options) - 1)) for stage in chain.stages]
+    cost, walked = evaluate(chain, choice), walk(chain, choice)
+    assert bool(cost.waits) == (walked is None)
+    if walked is not None:
+        assert (cost.peak, cost.host_bytes) == walked[:2]
+        assert cost.seconds == pytest.approx(walked[2])
+        assert sum(cost.peak_by_kind.values()) == cost.peak
+        assert sum(point.seconds for point in cost.points) == pytest.approx(cost.seconds)
+
+
+@pytest.mark.parametrize("kinds", [1, 4])
+def test_two_hundred_segments_take_less_than_two_seconds(kinds):
+    chain = layers(200, kinds=kinds)
+    began = time.process_time()
+    found = solve(chain, 40 * GIB, 500 * GIB)
+    assert time.process_time() - began < 2
+    assert found.peak <= 40 * GIB
+    assert found.seconds <= found.at_least * 1.0005
+    assert solve(chain, 40 * GIB, 500 * GIB) == found
+
+
+def test_two_hundred_segments_that_all_differ_come_within_a_percent_of_the_best():
+    chain = layers(200, kinds=200)
+    found = solve(chain, 32 * GIB)
+    assert found.peak <= 32 * GIB
+    assert found.seconds <= found.at_least * 1.01
+
+
+def test_a_chain_without_segments_is_its_tail():
+    chain = Chain((), {"parameters": 5}, tail_bytes=3, tail_forward_seconds=1, tail_backward_seconds=2)
+    assert solve(chain, 8).seconds == 3
+    assert solve(chain, 7) is None
+    assert least_memory(chain) == 8
+
+
+def test_an_input_that_the_segment_before_holds_is_not_freed_by_sending_it_away():
+    holding = Option(DEVICE, 1, kept=10, forward_bytes=12, backward_bytes=12, holds=4)
+    sending = Option(HOST, 1, kept=0, forward_bytes=4, backward_bytes=4, sent=4, released=4)
+    chain = Chain((Stage("a", 10, (holding,)), Stage("b", 10, (sending,))), {}, 1, 10, 10, 0, 1.0)
+    assert evaluate(chain, (0, 0)).points[2].kept == 14
+
+
+def test_a_copy_that_would_be_waited_for_is_not_allowed():
+    options = (
+        Option(State("everything"), 2, kept=10, forward_bytes=10, backward_bytes=10),
+        Option(State("everything", "host"), 2, kept=0, forward_bytes=10, backward_bytes=10, sent=10, released=10),
+    )
+    chain = Chain(tuple(Stage(f"s{i}", 1, options) for i in range(4)), {}, 1, 1, 2, 0, bandwidth=5.0)
+    assert solve(chain, 1000).seconds == 15
+    least = least_memory(chain)
+    choice = solve(chain, least).choice
+    assert choice.count(1) == 2  # ten bytes leave in two seconds of forward, so every other segment can go
+    assert evaluate(chain, (1, 1, 1, 1)).waits
+
+
+def test_equal_segments_with_equal_states_stand_together():
+    chain = layers(12)
+    found = solve(chain, 6 * GIB)
+    names = [stage.options[number].state for stage, number in zip(chain.stages, found.choice, strict=True)]
+    changes = sum(a != b for a, b in pairwise(names))
+    assert changes == len(set(names)) - 1
+    assert tidy(chain, found.choice) == found.choice
