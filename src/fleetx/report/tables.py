@@ -76,7 +76,6 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "step": ("step.json", step_table),
     "reduce": ("reduce.json", reduce_table),
     "loading": ("loading.json", loading_table),
-    "optim": ("optim.json", optim_table),
 }
 
 
