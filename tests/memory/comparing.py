@@ -172,6 +172,13 @@ STATES = {
     "everything-host": [("everything", "host")],
     "mixed": [("inputs", "host"), ("dear", "device"), ("everything", "host"), ("inputs", "device"), ("dear", "host")],
 }
+QUICK = ("inputs", "dear-host", "mixed")
+is_thorough = False  # set where slow tests are run too
+
+
+def some_states() -> list[list[tuple[str, str]]]:
+    """What tests of many cases go through: all in a slow run."""
+    return [STATES[name] for name in (STATES if is_thorough else QUICK)]
 
 
 class Census(TorchDispatchMode):

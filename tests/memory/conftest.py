@@ -1,6 +1,11 @@
 import pytest
 
 from fleetx.memory import offload
+from tests.memory import comparing
+
+
+def pytest_configure(config):
+    comparing.is_thorough = "not full" not in config.option.markexpr
 
 
 @pytest.fixture(autouse=True)

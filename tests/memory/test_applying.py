@@ -341,3 +341,18 @@ def test_a_parameter_that_is_replaced_between_steps():
         for model in (plain, built.model):
             model.norm.weight = nn.Parameter(normal(number, 8))
             model.blocks[1].mlp[0].weight.data = normal(number, 16, 8)
+
+
+class Untouchable(nn.Linear):
+    """As scripted modules are."""
+
+    def register_forward_hook(self, *_, **__):
+        raise RuntimeError("no hooks here")
+
+
+def test_a_plan_that_cannot_be_applied_leaves_nothing():
+    made = example(lambda model, x: model.c(model.b(model.a(x))), c=Untouchable(4, 4))
+    before = looks(made.model)
+    with pytest.raises(RuntimeError, match="no hooks here"):
+        memory.apply(made.model, ["a", "b"])
+    same_looks(looks(made.model), before)

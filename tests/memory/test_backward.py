@@ -11,7 +11,16 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fleetx import memory
-from tests.memory.comparing import STATES, Census, assert_exact, assert_nothing_left, assert_same, call, cycled
+from tests.memory.comparing import (
+    STATES,
+    Census,
+    assert_exact,
+    assert_nothing_left,
+    assert_same,
+    call,
+    cycled,
+    some_states,
+)
 from tests.memory.test_structures import example, in_each_state, linear
 from tests.memory.zoo import MODELS, normal
 
@@ -330,7 +339,7 @@ def test_torchs_own_checkpoint_inside(reentrant):
         return model.c(checkpoint(lambda h: model.b(h).sigmoid() * h, hidden, use_reentrant=reentrant))
 
     for cuts in (["a"], ["again"], ["a", "again", "b"], ["b", "c"]):
-        for states in STATES.values():
+        for states in some_states():
             assert_exact(example(forward, again=Again()), cycled(cuts, states))
 
 
@@ -391,7 +400,7 @@ def test_what_comes_after_the_last_saved_tensor_is_not_repeated():
 
 def test_backwards_in_other_threads():
     """The device's thread runs a backward on a GPU; here one is made for it."""
-    for states in STATES.values():
+    for states in some_states():
         made = make()
         plain = copy.deepcopy(made.model)
         applied = memory.apply(made.model, cycled(CHAIN, states))
@@ -471,7 +480,7 @@ def test_hooks_of_others_happen_once_in_a_forward_and_again_when_repeated(when, 
             module.register_forward_pre_hook(lambda _, args: (args[0].sin() * 2,), prepend=prepend)
             module.register_forward_hook(lambda _, args, output: output.sigmoid() * args[0] + output, prepend=prepend)
 
-    for states in STATES.values():
+    for states in some_states():
         made = make()
         plain, segments = copy.deepcopy(made.model), cycled([*CHAIN, "norm"], states)
         hook(plain)

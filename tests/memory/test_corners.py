@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.nn.utils import prune
 
 from fleetx import memory
-from tests.memory.comparing import STATES, Example, assert_exact, cycled
+from tests.memory.comparing import STATES, Example, assert_exact, cycled, some_states
 from tests.memory.test_backward import both
 from tests.memory.test_structures import Layered, example, in_each_state, linear
 from tests.memory.zoo import integers, normal
@@ -113,7 +113,7 @@ def test_pruned_weights():
         plain.load_state_dict(made.model.state_dict())
         return plain
 
-    for states in STATES.values():
+    for states in some_states():
         made = make()
         plain = copied(made)
         memory.apply(made.model, cycled(["a", "b"], states))
@@ -138,7 +138,7 @@ def test_modules_that_are_no_children():
             return self.b(self.hidden[1](self.hidden[0](self.a(x)).tanh()))
 
     for cuts in (["a", "b"], ["b"], [":tanh"]):
-        for states in STATES.values():
+        for states in some_states():
             torch.manual_seed(0)
             made = Example(Hides(), lambda step: (normal(step, 3, 4),))
 
@@ -187,7 +187,7 @@ def test_gradients_of_what_is_inside():
         return model.b(hidden.sigmoid())
 
     for cuts in (["a"], ["keeps"], ["a", "keeps", "b"]):
-        for states in STATES.values():
+        for states in some_states():
             made = example(forward, keeps=Keeps())
             plain = copy.deepcopy(made.model)
             memory.apply(made.model, cycled(cuts, states))
@@ -220,7 +220,7 @@ def test_gradients_that_add_up_over_several_batches():
     def forward(model, x):
         return model.d(model.norm(model.c(model.b(model.a(x).tanh()).sigmoid())))
 
-    for states in STATES.values():
+    for states in some_states():
         made = example(forward, 6, 4, norm=nn.BatchNorm1d(4))
         assert_exact(made, cycled(["a", "b", "c"], states), step=accumulated)
 
@@ -256,7 +256,7 @@ def test_inputs_made_without_a_version():
         mask = images > 0
     made = example(lambda model, x, mask: model.b(model.a(x.float()).masked_fill(mask.clone(), 0.0).tanh()))
     made.batch = lambda step: (images.clone(), mask)
-    for states in STATES.values():
+    for states in some_states():
         made.model = copy.deepcopy(made.model)
         applied = assert_exact(made, cycled(["a", "b"], states))
         applied.remove()

@@ -9,12 +9,12 @@ from torch import nn
 
 from fleetx import memory
 from tests.memory.comparing import (
-    STATES,
     Census,
     assert_equal_outcomes,
     assert_exact,
     assert_nothing_left,
     cycled,
+    some_states,
     step,
 )
 from tests.memory.test_structures import example, in_each_state, linear
@@ -72,7 +72,7 @@ ERRORS = {
 @pytest.mark.parametrize("when", ERRORS)
 @pytest.mark.parametrize("cut", CUTS)
 def test_after_out_of_memory_the_next_step_is_exact(cut, when, where):
-    for states in STATES.values():
+    for states in some_states():
         made = make()
         plain = copy.deepcopy(made.model)
         applied = memory.apply(made.model, cycled(CUTS[cut], states))
@@ -110,7 +110,7 @@ def test_errors_are_those_of_the_model():
 
 
 def test_a_failed_step_frees_its_memory():
-    for states in STATES.values():
+    for states in some_states():
         made = make()
         applied = memory.apply(made.model, cycled(CUTS["whole"], states))
         fail(made, 0)
@@ -139,7 +139,7 @@ def test_a_forward_may_catch_an_error_and_go_on():
         return model.c(nn.functional.dropout(hidden, 0.5)).tanh()
 
     for cuts in (["a"], ["c"], ["a", "fails", "b", "c"], ["fails.linear", "b"]):
-        for states in STATES.values():
+        for states in some_states():
             made = example(tries, fails=Fallible())
             made.batch = lambda step: (normal(step, [3, 2, 3, 3][step], 4),)
             assert_exact(made, cycled(cuts, states), steps=4)
@@ -164,7 +164,7 @@ def test_a_forward_that_was_interrupted_from_the_keyboard(where):
             raise KeyboardInterrupt
         return model.c(model.b(hidden).tanh())
 
-    for states in STATES.values():
+    for states in some_states():
         made = example(interrupted, stops=Interrupted())
         plain = copy.deepcopy(made.model)
         applied = memory.apply(made.model, cycled(["a", "b"], states))
@@ -208,7 +208,7 @@ def test_a_model_that_calls_itself():
 
     for cuts in (["a"], ["b"], ["a", "b"], [":add"]):
         if cuts == [":add"]:
-            for states in STATES.values():
+            for states in some_states():
                 assert_exact(build(), cycled(cuts, states))
         else:
             in_each_state(build, cuts)

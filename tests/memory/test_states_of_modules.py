@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fleetx import memory
-from tests.memory.comparing import STATES, assert_exact, cycled, step
+from tests.memory.comparing import STATES, assert_exact, cycled, some_states, step
 from tests.memory.test_structures import example, in_each_state, linear
 from tests.memory.zoo import normal
 
@@ -94,7 +94,7 @@ def test_random_numbers_are_drawn_once():
         return outcome
 
     for cuts in (["a", "b"], ["draws"], ["a", "draws", "b", "c", "d"], [":rand_like", ":normal", ":bernoulli"]):
-        for states in STATES.values():
+        for states in some_states():
             assert_exact(example(forward, draws=Draws()), cycled(cuts, states), step=seeded, steps=4)
 
 
@@ -160,7 +160,7 @@ def test_two_forwards_before_a_backward_change_buffers_twice():
     def forward(model, x):
         return model.c(model.norm(model.b(model.spectral(model.a(x).tanh())).sigmoid()))
 
-    for states in STATES.values():
+    for states in some_states():
         made = example(
             forward, 5, 4, norm=nn.BatchNorm1d(4), spectral=nn.utils.parametrizations.spectral_norm(linear())
         )
@@ -190,7 +190,7 @@ def test_lazy_modules():
         return model.b(model.lazy(model.a(x)).tanh())
 
     for cuts in (["a", "lazy"], ["b"]):
-        for states in STATES.values():
+        for states in some_states():
             torch.manual_seed(0)
             made = example(forward, lazy=nn.LazyLinear(4))
             applied = memory.apply(made.model, cycled(cuts, states))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fleetx import memory
-from tests.memory.comparing import STATES, Example, assert_exact, cycled, sum_of_squares
+from tests.memory.comparing import STATES, Example, assert_exact, cycled, some_states, sum_of_squares
 from tests.memory.zoo import normal
 
 
@@ -38,7 +38,7 @@ def example(forward, *shape, loss=None, **modules):
 
 
 def in_each_state(make, cuts, **options):
-    for states in STATES.values():
+    for states in some_states():
         assert_exact(make(), cycled(cuts, states), **options)
 
 
@@ -365,7 +365,7 @@ def test_sparse_tensors():
         return model.b(model.spreads(y.relu(), adjacency))
 
     for cuts in (["a", "spreads"], ["spreads", "b"]):
-        for states in STATES.values():
+        for states in some_states():
             assert_exact(example(forward, 5, 4, spreads=Spreads()), cycled(cuts, states))
 
 
@@ -373,7 +373,7 @@ def test_sparse_gradients_of_an_embedding():
     def forward(model, x):
         return model.b(model.words(x.abs().mul(3).long().clamp(max=9)).mean(1))
 
-    for states in STATES.values():
+    for states in some_states():
         assert_exact(example(forward, words=nn.Embedding(10, 4, sparse=True)), cycled(["words", "b"], states))
 
 
@@ -423,7 +423,7 @@ def test_layouts_of_memory_survive(layout):
             images = images.to(memory_format=torch.channels_last)
         return (images.requires_grad_(),)
 
-    for states in STATES.values():
+    for states in some_states():
         made = example(forward, looks=Looks(), other=Looks())
         made.batch = batch
         if layout == "channels_last":
@@ -439,7 +439,7 @@ def test_batches_of_no_samples():
         made.batch = lambda step: (normal(step, [0, size, 0][step], 4),)
         return made
 
-    for states in STATES.values():
+    for states in some_states():
         assert_exact(make(3), cycled(["a", "b"], states))
 
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fleetx import memory
-from tests.memory.comparing import STATES, Example, assert_exact, cycled
+from tests.memory.comparing import STATES, Example, assert_exact, cycled, some_states
 from tests.memory.test_structures import Layered, example, in_each_state, linear
 from tests.memory.zoo import normal
 
@@ -191,7 +191,7 @@ def test_writing_to_what_autograd_saved_never_gives_wrong_gradients(where):
         right.loss(right.model(*right.batch(0), False)).backward()
     refused = 0
     for cuts in (["a"], ["b"], ["a", "b"], ["wrong"] if forward is inside else [":sigmoid"]):
-        for states in STATES.values():
+        for states in some_states():
             made = example(forward, wrong=Wrong(False))
             memory.apply(made.model, cycled(cuts, states))
             for _ in range(2):
@@ -203,7 +203,7 @@ def test_writing_to_what_autograd_saved_never_gives_wrong_gradients(where):
                     refused += 1
                 else:
                     assert torch.equal(made.model.a.weight.grad, right.model.a.weight.grad)
-    assert refused > 20
+    assert refused > 5
 
 
 @pytest.mark.parametrize("state", STATES)

@@ -108,7 +108,15 @@ class Applied:
         return isinstance(hook, _Hook) and hook.experience is self.experience
 
     def install(self) -> "Applied":
-        """Put the hooks on the model's modules."""
+        """Put the hooks on the model's modules; on all of them or on none."""
+        try:
+            self._install()
+        except Exception:
+            self.remove()
+            raise
+        return self
+
+    def _install(self) -> None:
         cuts = self.experience.cuts
         for module in unique(cuts.containers.values()):
             name = next(name for name, other in cuts.containers.items() if other is module)
@@ -120,7 +128,6 @@ class Applied:
         for name, segment in cuts.modules.items():
             self.model.get_submodule(name).register_forward_hook(Cutting(self.experience, segment))
         self._hook(self.model, Beginning(self.experience), Ending(self.experience))
-        return self
 
     def _hook(self, module: nn.Module, before: Any, after: Any) -> None:
         # First before, last after: what others hook to the module happens inside, and again when it is repeated.

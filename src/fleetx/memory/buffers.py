@@ -30,11 +30,11 @@ class Slot(NamedTuple):
     @property
     def tensor(self) -> Tensor | None:
         """What is there now."""
-        return vars(self.owner)[self.kind].get(self.name)
+        return getattr(self.owner, self.kind).get(self.name)
 
     def put(self, tensor: Tensor | None) -> None:
         """From now on it is this."""
-        vars(self.owner)[self.kind][self.name] = tensor
+        getattr(self.owner, self.kind)[self.name] = tensor
 
 
 class Constant(NamedTuple):
@@ -169,7 +169,7 @@ def _learned(snapshot: Snapshot) -> Known:
 
 
 def _slots(modules: list[nn.Module], kind: str) -> list[Slot]:
-    return [Slot(one, kind, name) for one in modules for name, held in vars(one)[kind].items() if held is not None]
+    return [Slot(one, kind, name) for one in modules for name, held in getattr(one, kind).items() if held is not None]
 
 
 def _constants(slots: list[Slot]) -> list[Constant]:

@@ -133,7 +133,7 @@ def _dear_modules(segments: Sequence[Segment], modules: dict[str, nn.Module]) ->
 
 
 def _is_called(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
+    return getattr(type(module), "forward", None) is not nn.Module.forward  # a scripted one will not say
 
 
 def _unknown(name: str, modules: dict[str, nn.Module]) -> str:

@@ -174,9 +174,7 @@ class Repetition:
         except Enough:
             pass
         except torch.OutOfMemoryError as error:
-            error.add_note(
-                f"FleetX: in the backward, while the segment that ends at {frame.name!r} was computed again."
-            )
+            error.add_note(f"FleetX: in the backward, while the segment that ends at {frame.name!r} was repeated.")
             raise
         finally:
             if torch.autocast_decrement_nesting() == 0:

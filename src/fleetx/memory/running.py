@@ -148,6 +148,7 @@ class Run:
         self._kept = {pointer: t.untyped_storage() for t in kept if (pointer := pointer_of(t)) is not None}
         self._readers: dict[int, list[tuple[Frame, weakref.ref[External]]]] = {}
         self._leaf: Leaf | None = None
+        self.frame = self._open()
         self._outer = active_run()
         self.recorder = Recorder(self)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
@@ -156,7 +157,6 @@ class Run:
         if experience.compilations is not None:
             experience.compilations.install(experience.cuts.leaves.values())
         _active.run = self
-        self.frame = self._open()
 
     # Segments -----------------------------------------------------------------------------------------------
 
