@@ -92,3 +92,19 @@ def test_a_replaced_or_watched_projection_is_called_itself():
     attention.key.register_forward_hook(lambda module, args, output: seen.append(output.shape))
     model(torch.randint(70, (2, 12)))
     assert seen == [(2, 12, 16)]
+
+
+@pytest.mark.parametrize("unpad", [False, True], ids=["padded", "packed"])
+def test_a_masked_position_beyond_its_sequence_reads_nobody_elses(unpad):
+    batch = batch_of([12, 7])
+    batch["masked_positions"][0, 0] = 12
+    with pytest.raises((IndexError, RuntimeError), match="out of (range|bounds)"):
+        losses_and_gradients(batch, unpad=unpad)
+
+
+@pytest.mark.parametrize("label", [70, 127, 4000])
+def test_a_label_that_is_no_word_is_refused(label):
+    batch = batch_of([12, 7])
+    batch["masked_labels"][0, 0] = label
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        losses_and_gradients(batch)

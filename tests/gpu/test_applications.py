@@ -1,6 +1,7 @@
 """The applications on a CUDA device, against torchvision, timm and transformers, and without waiting for the device."""
 
 import copy
+import dataclasses
 import warnings
 
 import pytest
@@ -162,3 +163,36 @@ def test_the_logits_never_dominate_device_memory():
     logits = 4 * n * masked * 30522
     peak(256)  # the first run allocates workspaces
     assert peak(256) < 0.6 * logits < logits < peak(n * masked)
+
+
+def unpadded_losses_and_gradients(model, batch, compiled):
+    model = copy.deepcopy(model)
+    parameters = dict(model.named_parameters())
+    if compiled:
+        model.compile()
+    with torch.autocast("cuda", torch.bfloat16):
+        losses = model(**batch)
+    sum(losses.values()).backward()
+    return {name: loss.item() for name, loss in losses.items()}, {n: p.grad for n, p in parameters.items()}
+
+
+@pytest.mark.parametrize("mask_at", ["host", "device"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_attention_without_padding_is_attention_with_a_mask(compiled, mask_at):
+    """The kernel for packed sequences, against fp64 with padding; bf16 with padding says how near is near."""
+    sizes = {"width": 128, "heads": 2, "intermediate": 256, "max_positions": 64}
+    model, batch = plain.tiny(**sizes).cuda(), on_device(plain.batch(n=16, length=64))
+    exact = copy.deepcopy(model).double()
+    losses = exact(**batch)
+    sum(losses.values()).backward()
+    expected = {name: p.grad.float() for name, p in exact.named_parameters()}
+    unpadded = copy.deepcopy(model)
+    unpadded.config = dataclasses.replace(model.config, unpad=True)
+    ours = dict(batch, attention_mask=batch["attention_mask"].cpu() if mask_at == "host" else batch["attention_mask"])
+    values, gradients = unpadded_losses_and_gradients(unpadded, ours, compiled)
+    _, padded = unpadded_losses_and_gradients(model, batch, compiled=False)
+    for name, loss in losses.items():
+        assert values[name] == pytest.approx(loss.item(), rel=5e-3)
+    for name, gradient in expected.items():
+        scale = gradient.norm() + 1e-6
+        assert (gradients[name] - gradient).norm() / scale < 2 * (padded[name] - gradient).norm() / scale + 5e-3, name

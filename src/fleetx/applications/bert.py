@@ -223,7 +223,9 @@ def _picked(hidden: Tensor, positions: Tensor, shape: torch.Size, packing: Packi
     n, length = shape
     rows = positions.clamp(min=0)
     if rows.dim() == 2:
-        rows = rows + torch.arange(n, device=hidden.device)[:, None] * length
+        starts = torch.arange(n, device=hidden.device)[:, None] * length
+        # A position beyond its sequence must not read the next one: it goes beyond all of them, which is an error.
+        rows = torch.where(rows < length, rows + starts, n * length)
     if packing is None:
         return hidden.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, rows.shape)
     return hidden.index_select(0, packing.places[rows.flatten()]).unflatten(0, rows.shape)

@@ -43,7 +43,8 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         for rows in _chunks(len(hidden), chunk):
             logits = _logits(hidden[rows], low, bias_wide)
             normalizer = logits.logsumexp(dim=1)
-            chosen = logits.gather(1, labels[rows].clamp(min=0)[:, None])[:, 0]
+            # Only among the words that exist: any other label is an error.
+            chosen = logits[:, : len(weight)].gather(1, labels[rows].clamp(min=0)[:, None])[:, 0]
             losses.append(torch.where(labels[rows] == IGNORED, 0, normalizer - chosen).sum())
             normalizers.append(normalizer)
         ctx.save_for_backward(hidden, weight, bias, labels, torch.cat(normalizers))
