@@ -16,9 +16,9 @@ def offloader():
     return Offloader(torch.device("cpu"))
 
 
-def parked(offloader, *shape, group=0, **options):
+def parked(offloader, *shape, segment=0, **options):
     tensor = torch.randn(*shape)
-    return tensor.clone(), offloader.park(tensor, group, **options)
+    return tensor.clone(), offloader.park(tensor, segment, **options)
 
 
 def test_a_tensor_comes_back_as_it_was(offloader):
@@ -33,7 +33,7 @@ def test_a_tensor_comes_back_as_it_was(offloader):
         torch.tensor(2.0),
         torch.ones(5, dtype=torch.bool),
     ):
-        view = offloader.park(tensor, 0)
+        view = offloader.park(tensor, 0, at_once=True)
         back = view.fetch()
         assert torch.equal(back, tensor)
         assert back.stride() == tensor.stride()
@@ -47,6 +47,7 @@ def test_tensors_that_share_memory_share_their_copy(offloader):
     whole = torch.randn(10, 4)
     views = [offloader.park(part, 0) for part in (whole, whole[2:5], whole.t(), whole.detach())]
     assert offloader.traffic.to_host == 160
+    offloader.release_due(1)
     parts = [view.fetch() for view in views]
     assert torch.equal(parts[1], whole[2:5])
     assert offloader.traffic.to_device == 160
@@ -73,44 +74,69 @@ def test_a_write_while_the_copy_is_under_way_is_noticed(offloader):
 
 
 def test_memory_is_let_go_when_the_copies_are_made(offloader):
-    tensor = torch.randn(4)
-    reference = weakref.ref(tensor)
-    view = offloader.park(tensor, 0)
-    del tensor
-    offloader.release_leaving()
-    assert reference() is None
+    view = offloader.park(torch.randn(4), 0)
+    memory = weakref.ref(view.parked.source)
+    offloader.release_due(0)
+    assert memory() is not None
+    offloader.release_due(1)
+    assert memory() is None
     assert view.fetch().shape == (4,)
 
 
 def test_what_nobody_wants_is_forgotten_without_the_collector(offloader):
     gc.disable()
     try:
-        views = [parked(offloader, 5, group=group)[1] for group in range(4)]
+        views = [parked(offloader, 5, segment=segment)[1] for segment in range(4)]
         assert offloader.arena.in_use == 4 * 512
-        offloader.release_leaving()
+        offloader.release_due(9)
         views.pop(1)
         assert offloader.arena.in_use == 3 * 512
-        views[2].fetch()  # brings the one below, too
+        offloader.prefetch(3)  # brings the one below, too
+        views[2].fetch()
         assert offloader.traffic.tensors == 4
         views.clear()
         assert offloader.arena.in_use == 0
-        assert not offloader._groups
+        assert not offloader._segments
     finally:
         gc.enable()
 
 
-def test_the_group_below_is_asked_for_ahead(offloader):
-    views = [parked(offloader, 5, group=group, at_once=True)[1] for group in (0, 2, 5)]
-    views[2].fetch()
-    assert offloader.traffic.to_device == 2 * 20
-    views[1].fetch()
-    assert offloader.traffic.to_device == 3 * 20
-    views[0].fetch()
-    assert offloader.traffic.to_device == 3 * 20
+@pytest.mark.parametrize(("overlap", "asked_for"), [(1, [1, 1, 2, 3, 3]), (2, [1, 1, 3, 3, 3]), (9, [3] * 5)])
+def test_segments_below_are_asked_for_ahead(overlap, asked_for):
+    offloader = Offloader(torch.device("cpu"), overlap=overlap)
+    views = {number: parked(offloader, 5, segment=number, at_once=True)[1] for number in (0, 1, 4)}
+    counted = []
+    for number in (5, 4, 2, 1, 0):
+        offloader.prefetch(number)
+        offloader.prefetch(number)
+        if number in views:
+            views[number].fetch()
+        counted.append(offloader.traffic.to_device // 20)
+    assert counted == asked_for
+
+
+def test_what_has_not_left_yet_is_used_where_it_is():
+    offloader = Offloader(torch.device("cpu"), overlap=3)
+    expected, view = parked(offloader, 5, segment=0)
+    offloader.release_due(2)
+    assert torch.equal(view.fetch(), expected)
+    assert offloader.traffic.to_device == 0
+    offloader.release_due(3)
+    assert torch.equal(view.fetch(), expected)
+    assert offloader.traffic.to_device == 20
+
+
+def test_what_is_sent_early_is_due_a_segment_earlier():
+    offloader = Offloader(torch.device("cpu"), overlap=2)
+    tensors = [torch.randn(5), torch.randn(5)]
+    early, late = (offloader.park(tensor, 4, early=early) for tensor, early in zip(tensors, (True, False), strict=True))
+    offloader.release_due(5)
+    assert early.parked.source is None
+    assert late.parked.source is not None
 
 
 def test_fetching_again_brings_it_again(offloader):
-    expected, view = parked(offloader, 5)
+    expected, view = parked(offloader, 5, at_once=True)
     for _ in range(3):
         assert torch.equal(view.fetch(), expected)
     assert offloader.traffic.to_device == 3 * 20
@@ -124,10 +150,12 @@ def test_fetching_again_brings_it_again(offloader):
 def test_any_order_of_fetching_gives_what_was_parked(tensors, random):
     offloader = Offloader(torch.device("cpu"))
     waiting = []
-    for size, group, at_once in tensors:
-        waiting.append(parked(offloader, size, group=group, at_once=at_once))
+    for size, segment, at_once in tensors:
+        waiting.append(parked(offloader, size, segment=segment, at_once=at_once))
         if random.random() < 0.3:
-            offloader.release_leaving()
+            offloader.release_due(random.randrange(6))
+        if random.random() < 0.3:
+            offloader.prefetch(random.randrange(6))
         if random.random() < 0.2:
             waiting.pop(random.randrange(len(waiting)))
     random.shuffle(waiting)

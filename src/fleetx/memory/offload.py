@@ -1,11 +1,11 @@
 """Moves tensors to the host and back beside the computation.
 
-To the host as soon as they are made, on a stream of its own; back on another one, a segment ahead of its use. Whatever
-order the backward takes, each tensor is found by its own handle. On a machine without a GPU the same code copies at
-once, so that tests see its logic.
+To the host as soon as they are made, on a stream of its own; back on another one, ahead of their use. Segments are
+counted over all forwards: a copy may take the time of `overlap` of them, there and back, and its memory on the device
+is held for as long. Whatever order the backward takes, each tensor is found by its own handle. On a machine without a
+GPU the same code copies at once, so that tests see its logic.
 """
 
-import itertools
 import weakref
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -40,7 +40,8 @@ class Parked:
     """One storage on the host: all tensors that share it share its copy."""
 
     owner: "Offloader"
-    group: int
+    segment: int  # whose backward needs it
+    due: int  # the segment at whose end it must have left
     block: Block
     device: torch.device
     nbytes: int
@@ -76,8 +77,9 @@ class Traffic:
 class Offloader:
     """The copies of one model's activations."""
 
-    def __init__(self, device: torch.device, *, limit: int | None = None) -> None:
+    def __init__(self, device: torch.device, *, limit: int | None = None, overlap: int = 1) -> None:
         self.device = device
+        self.overlap = overlap
         self.on_gpu = device.type == "cuda"
         self.arena = HostArena(pin=self.on_gpu, limit=limit)
         self.traffic = Traffic()
@@ -85,28 +87,31 @@ class Offloader:
         self.in_stream: Any = torch.cuda.Stream(device) if self.on_gpu else None
         self._leaving: weakref.WeakSet[Parked] = weakref.WeakSet()  # what nobody asks for any more is forgotten
         self._by_storage: dict[int, weakref.ref[Parked]] = {}
-        self._groups: dict[int, list[weakref.ref[Parked]]] = {}
-        self._numbers = itertools.count()
+        self._segments: dict[int, list[weakref.ref[Parked]]] = {}
+        self._reached = -1  # the segment to which the backward came last
 
-    def new_group(self) -> int:
-        """A number for tensors that leave and return together; groups return in reverse order."""
-        return next(self._numbers)
+    def park(self, tensor: Tensor, segment: int, *, early: bool = False, at_once: bool = False) -> View:
+        """Send the tensor's memory to the host, at the beginning of the segment (`early`) or at its end.
 
-    def park(self, tensor: Tensor, group: int, *, at_once: bool = False) -> View:
-        """Send the tensor's memory to the host. `at_once` holds the computation until it has left."""
+        `at_once` holds the computation until it has left.
+        """
         storage = tensor.untyped_storage()
         parked = self._known(storage.data_ptr(), tensor._version)
         if parked is None:
-            parked = self._send(tensor, storage, group)
+            parked = self._send(tensor, storage, segment, segment + self.overlap - early)
         parked.views += 1
         if at_once:
             self._let_go(parked)
         return View(parked, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
-    def release_leaving(self) -> None:
-        """Free the device memory of everything sent so far; the computation waits if a copy is late."""
+    def release_due(self, segment: int) -> None:
+        """A segment ends: free the device memory of what had to leave by now; if a copy is late the computation waits.
+
+        By number and not by what has arrived, so that the memory of every step is the same.
+        """
         for parked in list(self._leaving):
-            self._let_go(parked)
+            if parked.due <= segment:
+                self._let_go(parked)
 
     def finish(self, pointer: int) -> None:
         """The memory that begins here will be written to: its copy comes before that."""
@@ -116,39 +121,42 @@ class Offloader:
             self._let_go(parked)
 
     def fetch(self, parked: Parked) -> torch.UntypedStorage:
-        """The memory on the device again; asks for the group that will be needed next too."""
-        self._let_go(parked)
+        """The memory on the device again."""
+        if parked.source is not None:  # it has not left yet
+            return _unwritten(parked).untyped_storage()
         if parked.back is None:
             self._bring(parked)
         assert parked.back is not None
         if parked.arrived is not None:
             self._wait(parked.arrived)
             parked.arrived = None
-        self.prefetch_below(parked.group)
         storage = parked.back.untyped_storage()
         parked.fetched += 1
         if parked.fetched >= parked.views:  # whoever asked has it now
             parked.back, parked.fetched = None, 0
         return storage
 
-    def prefetch_below(self, group: int) -> None:
-        """Ask for the nearest earlier group that is on the host."""
-        lower = [number for number in list(self._groups) if number < group]
-        if lower:
-            for reference in list(self._groups[max(lower)]):  # the list gets shorter as tensors are forgotten
+    def prefetch(self, segment: int) -> None:
+        """The backward comes to this segment: ask for what it and the next ones need."""
+        if segment == self._reached:
+            return
+        self._reached = segment
+        for number in range(segment, segment - self.overlap - 1, -1):
+            for reference in list(self._segments.get(number, ())):  # it gets shorter as tensors are forgotten
                 parked = reference()
                 if parked is not None and parked.back is None and parked.source is None:
                     self._bring(parked)
 
     def forget(self, parked: Parked) -> None:
         """A tensor that nobody can ask for any more."""
-        if parked.copied is not None and self.on_gpu and parked.source is not None:
-            parked.copied.synchronize()  # the block must not be given to another while it is being written
+        if parked.arrived is not None:  # asked for and never used: its memory is the next tensor's after the copy
+            torch.cuda.current_stream(self.device).wait_event(parked.arrived)
+        # To the host it may still be under way: whoever has the block next writes to it later on the same stream.
         self.arena.give_back(parked.block)
-        group = self._groups.get(parked.group, [])
-        group[:] = [reference for reference in group if reference() is not None and reference() is not parked]
-        if not group:
-            self._groups.pop(parked.group, None)
+        others = self._segments.get(parked.segment, [])
+        others[:] = [reference for reference in others if reference() is not None and reference() is not parked]
+        if not others:
+            self._segments.pop(parked.segment, None)
 
     def _known(self, pointer: int, version: int) -> Parked | None:
         reference = self._by_storage.get(pointer)
@@ -157,10 +165,10 @@ class Offloader:
             return None
         return parked
 
-    def _send(self, tensor: Tensor, storage: torch.UntypedStorage, group: int) -> Parked:
+    def _send(self, tensor: Tensor, storage: torch.UntypedStorage, segment: int, due: int) -> Parked:
         source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
         block = self.arena.take(storage.nbytes())
-        parked = Parked(self, group, block, tensor.device, storage.nbytes(), tensor.detach(), tensor._version)
+        parked = Parked(self, segment, due, block, tensor.device, storage.nbytes(), tensor.detach(), tensor._version)
         target = block.memory[: storage.nbytes()]
         if self.on_gpu:
             self.out_stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -173,7 +181,7 @@ class Offloader:
         self.traffic.tensors += 1
         self._leaving.add(parked)
         self._by_storage[storage.data_ptr()] = weakref.ref(parked)
-        self._groups.setdefault(group, []).append(weakref.ref(parked))
+        self._segments.setdefault(segment, []).append(weakref.ref(parked))
         return parked
 
     def _let_go(self, parked: Parked) -> None:
@@ -182,12 +190,7 @@ class Offloader:
             return
         if parked.copied is not None:
             self._wait(parked.copied)
-        if parked.source._version != parked.version:
-            raise RuntimeError(
-                "a tensor was written in place while its copy was on the way to the host, so the copy may be wrong. "
-                "Such writes are found in the first forward; this one came later. Leave this segment on the device."
-            )
-        self._by_storage.pop(parked.source.untyped_storage().data_ptr(), None)
+        self._by_storage.pop(_unwritten(parked).untyped_storage().data_ptr(), None)
         parked.source = None
         parked.copied = None
         self._leaving.discard(parked)
@@ -214,6 +217,18 @@ class Offloader:
         end.record(stream)
         del self.traffic.waits[:-4096]
         self.traffic.waits.append((begin, end))
+
+
+def _unwritten(parked: Parked) -> Tensor:
+    """What is on its way to the host, if it is still what it was."""
+    source = parked.source
+    assert source is not None
+    if source._version != parked.version:
+        raise RuntimeError(
+            "a tensor was written in place while its copy was on the way to the host, so the copy may be wrong. "
+            "Such writes are found in the first forward; this one came later. Leave this segment on the device."
+        )
+    return source
 
 
 def is_worth_moving(tensor: Tensor) -> bool:

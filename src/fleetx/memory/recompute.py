@@ -49,6 +49,7 @@ class Saved:
 
     def get(self) -> Tensor:
         """The tensor."""
+        self.frame.prefetch()
         if self.tensor is not None:
             return unchanged(self.tensor, self.version, self.frame.name)
         if self.parked is not None:
@@ -63,12 +64,13 @@ class Enough(Exception):  # noqa: N818 - not an error
 class Frame:
     """A segment in one forward."""
 
-    def __init__(self, name: str, state: Segment, tape: Tape, device: torch.device, group: int) -> None:
+    def __init__(self, name: str, state: Segment, tape: Tape, device: torch.device, number: int) -> None:
         self.name = name
         self.state = state
         self.tape = tape
         self.device = device
-        self.group = group  # of tensors on the host
+        self.number = number  # among the segments of all forwards
+        self.offloader: Offloader | None = None
         self.random = randomness.state(device)
         self.saved: list[Saved] = []
         self.looks: list[tuple[Look, weakref.ref[Saved]]] = []
@@ -85,6 +87,11 @@ class Frame:
         self.looks.append((Look.of(tensor), weakref.ref(saved)))
         self.saved.append(saved)
         return saved
+
+    def prefetch(self) -> None:
+        """The backward has come here."""
+        if self.offloader is not None:
+            self.offloader.prefetch(self.number)
 
     def bytes_saved(self) -> int:
         """What the saved tensors take, those counted once that share memory."""
@@ -105,7 +112,7 @@ class Frame:
             tensor = saved.tensor
             # What was written to stays, to be refused in the backward.
             if tensor is not None and version_of(tensor) == saved.version and is_worth_moving(tensor):
-                saved.parked = offloader.park(tensor, self.group, at_once=at_once)
+                saved.parked = offloader.park(tensor, self.number, at_once=at_once)
                 saved.tensor = None
         self.keep()
 
@@ -122,17 +129,19 @@ class Frame:
     def park_inputs(self, offloader: Offloader, at_once: bool) -> None:
         """Send what the segment needs when it is repeated to the host."""
         for external in self.tape.externals:
-            self.park_input(external, offloader, at_once)
+            self.park_input(external, offloader, at_once=at_once)
         for call in self.tape.calls:
             for one in [] if call.dear is None else call.dear.saved:
                 if one is not None:
-                    one.park(lambda tensor: offloader.park(tensor, self.group, at_once=at_once))
+                    one.park(lambda tensor: offloader.park(tensor, self.number, at_once=at_once))
 
-    def park_input(self, external: External, offloader: Offloader, at_once: bool) -> None:
+    def park_input(
+        self, external: External, offloader: Offloader, *, early: bool = False, at_once: bool = False
+    ) -> None:
         """Send one input to the host, if that is worth it."""
         tensor = external.tensor
         if tensor is not None and not external.is_kept and is_worth_moving(tensor):
-            external.parked = offloader.park(tensor, self.group, at_once=at_once)
+            external.parked = offloader.park(tensor, self.number, early=early, at_once=at_once)
             external.tensor = None
 
     # In the backward --------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """One forward of a model that is cut into segments: opens and closes them as their outputs come."""
 
+import itertools
 import sys
 import threading
 import weakref
@@ -61,6 +62,8 @@ class Experience:
     segments: list[Learned] = field(default_factory=list)
     offloader: Offloader | None = None
     host_memory: int | None = None
+    overlap: int = 1  # segments that a copy to or from the host may take
+    numbers: Iterator[int] = field(default_factory=itertools.count)  # of the segments of all forwards
     compilations: SharedCompilations | None = None
     within: Any = field(default_factory=threading.local)  # of each thread: in how many dear modules it is
     missed: set[str] | None = None  # outputs to which the first forward did not come
@@ -115,7 +118,8 @@ class Experience:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of a model learns anew: what is known here is about these very modules."""
-        return {"cuts": self.cuts, "host_memory": self.host_memory, "compilations": self.compilations}
+        names = ("cuts", "host_memory", "overlap", "compilations")
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)
@@ -123,7 +127,7 @@ class Experience:
     def for_device(self, device: torch.device) -> Offloader:
         """The offloader, made when it is first needed."""
         if self.offloader is None or self.offloader.device != device:
-            self.offloader = Offloader(device, limit=self.host_memory)
+            self.offloader = Offloader(device, limit=self.host_memory, overlap=self.overlap)
         return self.offloader
 
 
@@ -163,8 +167,7 @@ class Run:
     def _open(self) -> Frame:
         self.ordinal += 1
         state = self.experience.expected(self.ordinal)
-        group = 0 if state.home == "device" else self.experience.for_device(self.device).new_group()
-        frame = Frame(state.until, state, Tape(self.devices), self.device, group)
+        frame = Frame(state.until, state, Tape(self.devices), self.device, next(self.experience.numbers))
         frame.kept = self._kept
         frame.stops_early = self.experience.compilations is None
         return frame
@@ -172,23 +175,22 @@ class Run:
     def cut(self, segment: Segment) -> None:
         """The output that ends a segment is there."""
         frame = self.frame
-        frame.name, expected, frame.state = segment.until, frame.state, segment
+        frame.name, frame.state = segment.until, segment
         learned = self._learned(segment)
         self.seen.append(learned)
         if self.is_first:  # counting takes its time, so it is done once
             learned.size = frame.bytes_saved()
-        self._settle(frame, expected, learned)
+        self._settle(frame, learned)
         self.frame = self._open()
 
-    def _settle(self, frame: Frame, expected: Segment, learned: Learned) -> None:
+    def _settle(self, frame: Frame, learned: Learned) -> None:
         """Carry out what the segment's state says; what cannot be repeated saves everything."""
         state = frame.state
         on_host = state.home == "host" and not self._is_last()
         offloader = self.experience.for_device(self.device) if on_host else None
-        if offloader is not None and expected.home == "device":
-            frame.group = offloader.new_group()
-        if self.experience.offloader is not None:
-            self.experience.offloader.release_leaving()
+        frame.offloader = self.experience.offloader
+        if frame.offloader is not None:
+            frame.offloader.release_due(frame.number)
         if any(external.was_written() for external in frame.tape.externals):
             frame.lost = frame.lost or "something wrote to its inputs"
         keeps = state.save == "everything" or (state.save == "dear" and self.experience.compilations is not None)
@@ -224,6 +226,7 @@ class Run:
         if self.experience.compilations is not None:
             self.experience.compilations.uninstall(self.experience.cuts.leaves.values())
         self.frame.keep()
+        self.frame.offloader = self.experience.offloader
         if not failed:
             self.experience.segments = self.seen
         # They know each other; without this they would live until the garbage is collected.
@@ -347,7 +350,7 @@ class Run:
         if leaves and not noted.is_kept:
             state = self.frame.state
             if state.home == "host" and state.save == "inputs" and not self.is_first and not self._is_last():
-                self.frame.park_input(noted, self.experience.for_device(self.device), at_once=False)
+                self.frame.park_input(noted, self.experience.for_device(self.device), early=True)
         pointer = pointer_of(tensor)
         if pointer is not None:
             self._readers.setdefault(pointer, []).append((self.frame, weakref.ref(noted)))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fleetx.optim.layerwise import LayerwiseOptimizer
 
 MOST_PLANS = 8
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 @dataclass(frozen=True)
@@ -363,11 +364,6 @@ def _lamb_kernels() -> Any:
     return lamb_kernels
 
 
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 def obstacle(parameters: Sequence[Tensor]) -> str | None:
     """Why kernels cannot serve these parameters; None if they can."""
     devices = set(map(attrgetter("device"), parameters))
@@ -378,7 +374,7 @@ def obstacle(parameters: Sequence[Tensor]) -> str | None:
     kind = devices.pop().type if devices else "cpu"
     if kind not in ("cuda", "cpu"):
         return f"the parameters are on {kind}"
-    if not _has_triton():
+    if not HAS_TRITON:
         return "Triton is not installed"
     if kind == "cpu" and not _kernels().INTERPRETED:
         return "the parameters are on the host"
