@@ -1,6 +1,7 @@
 """The `fleetx` command."""
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from fleetx.doctor.command import doctor_command
+from fleetx.planner.command import plan_command
 from fleetx.version import __version__
 
 RESULTS = Path("benchmarks/results")
@@ -28,6 +31,8 @@ bench = typer.Typer(help="Measure FleetX against its peers on this machine.", no
 data = typer.Typer(help="Data sets in the guide's formats.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 app.add_typer(data, name="data")
+app.command("plan")(plan_command)
+app.command("doctor")(doctor_command)
 
 
 def main() -> None:
@@ -131,12 +136,12 @@ def bench_train(
     import torch
 
     from fleetx.bench import train
-    from fleetx.bench.results import cases_so_far, save_result
+    from fleetx.bench.results import save_result, so_far
 
     if not torch.cuda.is_available():
         raise typer.BadParameter("fleetx bench train needs a GPU, and this machine has none.")
     path = out / "train.json"
-    cases = cases_so_far(path)
+    cases = so_far(path) or {}
     for case in train.H200_CASES:
         if only is None or only in case.name:
             taken = datetime.now(UTC).isoformat(timespec="seconds")
@@ -201,22 +206,25 @@ def bench_optim(
 @bench.command("memory")
 def bench_memory(
     out: Annotated[Path, typer.Option(help="Where results are saved.")] = RESULTS,
-    only: Annotated[str | None, typer.Option(help="Only rows whose name contains this.")] = None,
+    only: Annotated[
+        str | None, typer.Option(help='Only rows with this in "batch name" (a pattern); others keep their results.')
+    ] = None,
 ) -> None:
     """Batch against speed on a GPU: recompute and offload beside plain training and torch's own ways."""
     import torch
 
     from fleetx.bench import memory
-    from fleetx.bench.results import save_result
+    from fleetx.bench.results import save_result, so_far
     from fleetx.report.batches import draw_batches
 
     if not torch.cuda.is_available():
         raise typer.BadParameter("fleetx bench memory needs a GPU, and this machine has none.")
-    chosen = [entry for entry in memory.all_rows() if only is None or only in entry[1].name]
-    results: list[dict[str, Any]] = []
+    chosen = [(case, row) for case, row in memory.all_rows() if re.search(only or "", f"{row.batch} {row.name}")]
     path = out / "memory.json"
+    results: list[dict[str, Any]] = so_far(path, "rows") or []
     for case, row in chosen:
-        results.append(memory.described(case, row, memory.measure(case, row, "cuda")))
+        results = memory.merged(results, memory.described(case, row, memory.measure(case, row, "cuda")))
+        print(f"{case.model} {row.batch} {row.name}: {_figure(results[-1].get('samples_per_s'))} samples/s", flush=True)
         # Saved after each row, so that an interrupted run keeps what it has.
         path = save_result("memory", {"what": memory.WHAT, "rows": results}, out)
     draw_batches(results, out / "memory.png")

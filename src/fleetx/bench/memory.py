@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 import torch
@@ -29,7 +30,8 @@ WHAT = (
     "allocator may take that much"
 )
 Method = Literal["plain", "ours", "torch checkpoint", "torch budget"]
-ATTENTION_AND_NARROW = ("attention", "narrow_matmul")
+FEW_DEAR = ("attention", "narrow_matmul")
+MANY_DEAR = ("attention", "matmul")
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Row:
     low_precision: bool = True
     cap: float | None = None  # GiB that the allocator may have
     budget: float = 1.0  # of torch's activation memory budget
+    overlap: int = 1  # segments that a copy to or from the host may take
 
 
 def layers(count: int, *states: tuple[int, dict[str, Any]]) -> tuple[Segment, ...]:
@@ -115,7 +118,7 @@ def _stepper(
 def _prepare(model: nn.Module, row: Row) -> memory.Applied | None:
     """Put the row's method on the model."""
     if row.method == "ours":
-        return memory.apply(model, row.segments, compile=row.compile)
+        return memory.apply(model, row.segments, overlap=row.overlap, compile=row.compile)
     for name in [segment.until for segment in row.segments]:
         layer = model.get_submodule(name)
         if row.compile:
@@ -168,55 +171,81 @@ def free() -> None:
         torch.cuda.empty_cache()
 
 
+KEPT: dict[str, Any] = {"save": "everything"}
+AGAIN: dict[str, Any] = {"save": "inputs"}
+FEW: dict[str, Any] = {"save": "dear", "dear": FEW_DEAR}
+MANY: dict[str, Any] = {"save": "dear", "dear": MANY_DEAR}
+ON_HOST: dict[str, Any] = {"home": "host"}
+
+
 def bert_rows(count: int = 24, scale: float = 1.0) -> list[Row]:
     """The rows for BERT-large; `scale` makes batches smaller, to try the script on a small machine."""
 
     def size(batch: int) -> int:
         return max(1, round(batch * scale))
 
-    keep, again = {"save": "everything"}, {"save": "inputs"}
-    away = {"save": "inputs", "home": "host"}
-    dear = {"save": "dear", "dear": ATTENTION_AND_NARROW}
-    all_kept, all_again, all_away = (
-        layers(count, (count, keep)),
-        layers(count, (count, again)),
-        layers(count, (count, away)),
-    )
-    kept = max(1, count * 7 // 24)
-    mixed = layers(count, (count - kept, dear), (kept, keep))
-    guide = {"compile": False, "cap": 32.0}
+    def share(of_24: int) -> int:
+        return round(count * of_24 / 24)
+
+    def mixed(few: int, *, away: int = 0) -> tuple[Segment, ...]:
+        """Few dear outputs saved in `few` layers, many in the others; `away` of them, seven apart, on the host."""
+        ways = [FEW if number % 2 and number // 2 < few else MANY for number in range(count)]
+        return layers(
+            count, *((1, way | ON_HOST if n % 7 == 0 and n // 7 < away else way) for n, way in enumerate(ways))
+        )
+
+    all_kept, all_again, all_away = (layers(count, (count, way)) for way in (KEPT, AGAIN, AGAIN | ON_HOST))
+    attention_away = {"save": "dear", "dear": ("attention",)} | ON_HOST
+    partly_dear = layers(count, (share(10), AGAIN | ON_HOST), (count - share(10), attention_away))
+    guide: dict[str, Any] = {"compile": False, "cap": 32.0}
     return [
+        Row("plain, compiled as a whole", size(64)),
+        Row("plain, compiled layers", size(64), "ours", all_kept),
+        Row("plain, compiled as a whole", size(130)),
+        Row("dear saved, many or few", size(130), "ours", mixed(share(10)), cap=32.0),
+        Row(
+            "dear saved, many or few, partly on the host",
+            size(130),
+            "ours",
+            mixed(share(8), away=2),
+            cap=32.0,
+            overlap=7,
+        ),
+        Row("recompute, offload", size(1200), "ours", all_away, cap=32.0),
+        Row("recompute, offload, attention saved", size(1200), "ours", partly_dear, cap=32.0),
+        Row("torch checkpoint", size(192), "torch checkpoint", all_kept),
+        Row("recompute", size(192), "ours", all_again),
+        Row("recompute, offload", size(192), "ours", all_away),
+        Row("torch checkpoint", size(64), "torch checkpoint", all_kept),
+        Row("recompute", size(64), "ours", all_again),
+        Row("few dear saved", size(64), "ours", layers(count, (count, FEW))),
+        Row("dear saved, half many, half few", size(64), "ours", mixed(count // 2)),
+        Row("many dear saved", size(64), "ours", layers(count, (count, MANY))),
+        *(Row(f"torch budget {b}", size(64), "torch budget", all_kept, budget=b) for b in (0.5, 0.3, 0.2)),
         Row("guide: fp32", size(14), low_precision=False, **guide),
         Row("guide: fp32, recompute", size(130), "ours", all_again, low_precision=False, **guide),
         Row("guide: recompute, mixed precision", size(145), "ours", all_again, **guide),
-        Row("plain, compiled as a whole", size(64)),
-        *(Row("plain, compiled layers", size(n), "ours", all_kept) for n in (64, 130, 192)),
-        *(Row("torch checkpoint", size(n), "torch checkpoint", all_kept) for n in (64, 192)),
-        *(Row("recompute", size(n), "ours", all_again) for n in (64, 192)),
-        Row("recompute, offload", size(192), "ours", all_away),
-        *(Row(f"torch budget {b}", size(64), "torch budget", all_kept, budget=b) for b in (0.5, 0.3, 0.2)),
-        Row("dear saved", size(64), "ours", layers(count, (count, dear))),
-        Row(f"{kept} layers kept, dear saved", size(130), "ours", mixed, cap=32.0),
-        Row("recompute, offload", size(1200), "ours", all_away, cap=32.0),
         Row("plain, compiled layers, again", size(64), "ours", all_kept),
     ]
 
 
 def resnet_rows(scale: float = 1.0) -> list[Row]:
-    """The rows for ResNet-50: blocks computed again, the large ones' inputs on the host."""
+    """The rows for ResNet-50: blocks computed again, the largest inputs on the host."""
 
     def size(batch: int) -> int:
         return max(1, round(batch * scale))
 
     blocks = _resnet_blocks()
     again = tuple(Segment(name) for name in blocks)
-    # The last blocks' inputs are small and needed soon: they stay.
-    away = tuple(Segment(name, home="host" if name.startswith(("layer1", "layer2")) else "device") for name in blocks)
+    # Those three inputs are as large as all others together, and blocks are short: their copies take several.
+    away = tuple(
+        Segment(name, home="host" if name in ("layer1.1", "layer1.2", "layer2.0") else "device") for name in blocks
+    )
     return [
         Row("plain, compiled as a whole", size(1024)),
         Row("recompute", size(1024), "ours", again),
         Row("recompute", size(1800), "ours", again, cap=32.0),
-        Row("recompute, offload", size(3000), "ours", away, cap=32.0),
+        Row("recompute, offload", size(3000), "ours", away, cap=32.0, overlap=8),
     ]
 
 
@@ -228,17 +257,19 @@ def _resnet_blocks() -> list[str]:
 def all_rows() -> list[tuple[Case, Row]]:
     """Everything that is measured on a GPU."""
     bert, resnet = Case("bert_large", 64), Case("resnet50", 1024)
-    return [(bert, row) for row in bert_rows()] + [(resnet, row) for row in resnet_rows()]
+    return [(resnet, row) for row in resnet_rows()] + [(bert, row) for row in bert_rows()]
 
 
 def described(case: Case, row: Row, figures: dict[str, Any]) -> dict[str, Any]:
     """What a row was, and what came out."""
     return {
+        "taken": datetime.now(UTC).isoformat(timespec="seconds"),
         "model": case.model,
         "name": row.name,
         "batch": row.batch,
         "cap_gib": row.cap,
         "method": row.method,
+        "overlap": row.overlap,
         "states": _folded(row.segments) if row.method == "ours" else [],
         **figures,
     }
@@ -251,3 +282,12 @@ def _folded(segments: Sequence[Segment]) -> list[str]:
         names = [segment.until for segment in group]
         lines.append(f"{names[0]} … {names[-1]}: {state[0]} {'+'.join(state[2])} on the {state[1]}".replace("  ", " "))
     return lines
+
+
+def merged(old: Sequence[dict[str, Any]], new: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows with a new one, in place of an earlier one of the same kind."""
+
+    def kind(row: dict[str, Any]) -> tuple[Any, ...]:
+        return row["model"], row["name"], row["batch"]
+
+    return [row for row in old if kind(row) != kind(new)] + [new]

@@ -40,13 +40,13 @@ def _command(arguments: list[str]) -> str:
     return " ".join([name, *map(shlex.quote, rest)])
 
 
-def cases_so_far(path: Path) -> dict[str, Any]:
-    """Cases that were measured before on the same machine with the same versions: one case may be measured anew."""
+def so_far(path: Path, part: str = "cases") -> Any:
+    """What was measured before on the same machine with the same versions, so that a part may be measured anew."""
     if not path.exists():
-        return {}
+        return None
     before = json.loads(path.read_text(encoding="utf-8"))
     same = before["machine"] == describe_machine() and before["versions"] == _versions()
-    return before["cases"] if same else {}
+    return before[part] if same else None
 
 
 def _versions() -> dict[str, str]:
