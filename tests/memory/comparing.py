@@ -64,8 +64,19 @@ def in_precision(example: Example, precision: str) -> Example:
     return Example(example.model.double(), batch, example.cuts, example.loss)
 
 
+@contextlib.contextmanager
 def autocast_for(precision):
-    return torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else contextlib.nullcontext()
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    with contextlib.ExitStack() as stack:
+        for device in devices if precision == "bf16" else ():
+            stack.enter_context(torch.autocast(device, torch.bfloat16))
+        yield
+
+
+def random_state():
+    """Of all generators that a model may draw from."""
+    there = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
+    return torch.cat([torch.get_rng_state(), *there])
 
 
 def call(model, batch):
@@ -86,7 +97,7 @@ def step(model, batch, loss_of, precision="fp32", update=True) -> Outcome:
         descend(model)
     inputs = [value.grad for value in pytree.tree_leaves(batch) if isinstance(value, Tensor)]
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    return Outcome(loss.detach().clone(), gradients, buffers, torch.get_rng_state(), inputs)
+    return Outcome(loss.detach().clone(), gradients, buffers, random_state(), inputs)
 
 
 @torch.no_grad()
@@ -131,10 +142,16 @@ def assert_exact(
     step: Callable[..., Outcome] = step,
     **options: Any,
 ) -> memory.Applied:
-    """Train a plain copy and the model with a plan side by side; gives the plan."""
+    """Train a plain copy and the model with a plan side by side; gives the plan.
+
+    With `compile` the copy is compiled in the same parts, and saves everything.
+    """
     example = in_precision(example, precision)
     plain, ours = copy.deepcopy(example.model), example.model
     applied = memory.apply(ours, segments, **options)
+    if options.get("compile"):
+        names = [one if isinstance(one, str) else one.until for one in segments]
+        memory.apply(plain, names, save="everything", compile=True)
     for number in range(steps):
         outcomes = []
         for model in (plain, ours):

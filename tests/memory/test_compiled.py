@@ -1,0 +1,31 @@
+"""Compiled segments: equal to the last bit to the same segments, compiled and saving everything."""
+
+import pytest
+import torch
+
+from tests.memory.comparing import STATES, assert_exact, cycled
+from tests.memory.zoo import MODELS
+
+pytestmark = pytest.mark.filterwarnings("ignore:::torch")  # of a compiler that looks at everything
+QUICK = [("bert", "mixed"), ("resnet", "inputs-host")]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("model", "state"), QUICK)
+def test_compiled_segments_equal_the_compiled_plain_run(model, state):
+    example = MODELS[model]()
+    assert_exact(example, cycled(example.cuts["blocks"], STATES[state]), compile=True)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("state", ["inputs", "dear", "mixed"])
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_compiled_equals_its_compiled_plain_run(model, state, precision):
+    example = MODELS[model]()
+    assert_exact(example, cycled(example.cuts["blocks"], STATES[state]), precision, steps=2, compile=True)
