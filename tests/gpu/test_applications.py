@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import warnings
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from torch import nn
 import fleetx as X
 from fleetx import fleet
 from fleetx.applications import Bert_base, Resnet50
+from fleetx.applications import packed_attention as kernels
 from fleetx.applications.bert_config import to_hugging_face
-from fleetx.applications.bert_packing import packed_attention
 from fleetx.applications.bert_unpad import pack
 from tests.applications import bert_plain as plain
 from tests.gpu.test_step import NoWaiting
@@ -167,21 +168,64 @@ def test_the_logits_never_dominate_device_memory():
     assert peak(256) < 0.6 * logits < logits < peak(n * masked)
 
 
-def with_gradients(function, inputs):
-    inputs = [tensor.detach().requires_grad_() for tensor in inputs]
-    output = function(*inputs)
-    return output.detach(), *torch.autograd.grad(output, inputs, torch.ones_like(output).cumsum(0) / len(output))
+def packed(lengths, width, dtype):
+    """Sequences of random queries, keys and values, and where they begin."""
+    torch.manual_seed(0)
+    lengths = torch.tensor(lengths)
+    packing = pack(torch.arange(512) < lengths[:, None], torch.device("cuda"))
+    return torch.randn(int(lengths.sum()), 3, 4, width, device="cuda", dtype=dtype), packing
+
+
+def with_gradient(function, qkv):
+    qkv = qkv.detach().requires_grad_()
+    output = function(qkv)
+    weights = torch.linspace(-1, 1, output.numel(), device="cuda", dtype=output.dtype).view_as(output)
+    return output.detach(), torch.autograd.grad(output, qkv, weights)[0]
+
+
+def exactly(qkv, packing, mask=None, keep=1.0):
+    """The formula in fp64, one sequence after the other."""
+    outputs = []
+    for number, (begin, end) in enumerate(pairwise(packing.starts.tolist())):
+        query, key, value = (part.transpose(0, 1) for part in qkv[begin:end].unbind(1))
+        weights = (query @ key.mT / qkv.shape[-1] ** 0.5).softmax(-1)
+        if mask is not None:
+            weights = weights * mask[number, :, : end - begin, : end - begin] / keep
+        outputs.append((weights @ value).transpose(0, 1))
+    return torch.cat(outputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_attention_of_packed_sequences_is_exact_to_its_dtype(dtype):
-    lengths = torch.tensor([64, 1, 33, 50])
-    packing = pack(torch.arange(64) < lengths[:, None], torch.device("cuda"))
-    parts = [torch.randn(int(lengths.sum()), 4, 32, device="cuda", dtype=dtype) for _ in range(3)]
-    ours = with_gradients(lambda *parts: packed_attention(*parts, packing, 0.0), parts)
-    exact = with_gradients(lambda *parts: packed_attention(*parts, packing, 0.0), [part.double() for part in parts])
+@pytest.mark.parametrize("width", [8, 16, 32, 64, 80, 128])
+def test_attention_of_packed_sequences_is_exact_to_its_dtype(width, dtype):
+    qkv, packing = packed([512, 1, 333, 64, 100], width, dtype)
+    assert kernels.has_kernels_for(qkv) == (width in kernels.WIDTHS)
+    ours = with_gradient(lambda qkv: kernels.attend(qkv, packing, 0.0), qkv)
+    exact = with_gradient(lambda qkv: exactly(qkv, packing), qkv.double())
     for got, expected in zip(ours, exact, strict=True):
         assert (got.double() - expected).norm() < 2 * torch.finfo(dtype).eps * expected.norm()
+
+
+@pytest.mark.parametrize("width", [16, 64, 128])
+def test_dropped_scores_are_dropped_in_the_gradient_too(width):
+    qkv, packing = packed([512, 7, 333], width, torch.bfloat16)
+    words = kernels.draw_words(3, 4, 512, 0.3, qkv.device)
+    ours = with_gradient(lambda qkv: kernels.packed_attention_op(qkv, packing.starts, words, 512, 0.3)[0], qkv)
+    mask, keep = kernels.survivors(words, 0.3), kernels.keep_probability(0.3)
+    assert mask.double().mean().item() == pytest.approx(keep, abs=2e-3)
+    exact = with_gradient(lambda qkv: exactly(qkv, packing, mask, keep), qkv.double())
+    for got, expected in zip(ours, exact, strict=True):
+        assert (got.double() - expected).norm() < 2 * torch.finfo(qkv.dtype).eps * expected.norm()
+
+
+def test_packed_attention_repeats_bit_by_bit():
+    qkv, packing = packed([512, 7, 333], 64, torch.bfloat16)
+    results = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        results.append(with_gradient(lambda qkv: kernels.attend(qkv, packing, 0.1), qkv))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
 
 
 def trained_losses_and_gradients(model, batch, compiled):

@@ -57,11 +57,12 @@ def test_every_model_equals_the_plain_run(model, state, precision):
 
 
 @pytest.mark.usefixtures("_move_small_tensors")
-@pytest.mark.parametrize("state", ["inputs", "mixed"])
+@pytest.mark.parametrize(("state", "precision"), [("inputs-host", "bf16"), ("mixed", "fp32")])
 @pytest.mark.parametrize("model", ["bert", "resnet"])
-def test_compiled_segments_equal_the_compiled_plain_run(model, state):
+def test_compiled_segments_equal_the_compiled_plain_run(model, state, precision):
+    """Dear outputs in fp32: the compiler does not round to bf16 between operations that it computes together."""
     example = on_device(MODELS[model]())
-    assert_exact(example, cycled(example.cuts["blocks"], STATES[state]), "bf16", compile=True)
+    assert_exact(example, cycled(example.cuts["blocks"], STATES[state]), precision, compile=True)
 
 
 class Block(nn.Module):

@@ -139,7 +139,7 @@ class LayerScaleBlock(nn.Module):
         hidden = self.scale * self.narrow(F.gelu(self.wide(self.norm(hidden))))
         hidden = hidden.permute(0, 3, 1, 2)
         if self.training:  # stochastic depth
-            keep = torch.rand(len(images), 1, 1, 1, dtype=images.dtype) < 0.8
+            keep = torch.rand(len(images), 1, 1, 1, dtype=images.dtype, device=images.device) < 0.8
             hidden = hidden * keep / 0.8
         return images + hidden
 
@@ -271,7 +271,7 @@ class Gpt(nn.Module):
         self.head.weight = self.words.weight
 
     def forward(self, ids, labels):
-        hidden = self.words(ids) + self.positions(torch.arange(ids.shape[1]))
+        hidden = self.words(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             hidden = block(hidden, causal=True)
         return F.cross_entropy(self.head(self.norm(hidden)).flatten(0, 1), labels.flatten())
@@ -302,7 +302,7 @@ class T5(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def bias(self, length):
-        places = torch.arange(length)
+        places = torch.arange(length, device=self.words.weight.device)
         return self.distances((places[None] - places[:, None]).clamp(-3, 3) + 3).permute(2, 0, 1)
 
     def forward(self, source, target):
@@ -311,7 +311,7 @@ class T5(nn.Module):
             hidden = block(hidden, mask=bias.expand(len(source), -1, -1, -1))
         memory, hidden = self.norm(hidden), self.words(target)
         bias = self.bias(target.shape[1])
-        bias = bias.masked_fill(torch.ones(bias.shape[1:], dtype=torch.bool).triu(1), -1e4)
+        bias = bias.masked_fill(torch.ones(bias.shape[1:], dtype=torch.bool, device=bias.device).triu(1), -1e4)
         for block in self.decoder:
             hidden = block(hidden, memory, mask=bias)
         return {"logits": hidden @ self.words.weight.t() / math.sqrt(hidden.shape[-1]), "memory": memory}
@@ -434,7 +434,7 @@ class Gan(nn.Module):
         )
 
     def forward(self, real):
-        fake = self.generator(torch.randn(len(real), 4, dtype=real.dtype))
+        fake = self.generator(torch.randn(len(real), 4, dtype=real.dtype, device=real.device))
         return self.discriminator(real), self.discriminator(fake)
 
 
@@ -472,7 +472,7 @@ class TwoTowers(nn.Module):
             hidden = block(hidden)
         read = F.normalize(hidden.mean(1), dim=-1)
         logits = self.temperature.exp() * seen @ read.t()
-        labels = torch.arange(len(images))
+        labels = torch.arange(len(images), device=images.device)
         return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.t(), labels)) / 2
 
 

@@ -24,7 +24,7 @@ class Packing(NamedTuple):
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, packing: Packing, dropout: float) -> Tensor:
     """Each token's attention to the tokens of its own sequence; all are (tokens, heads, width of a head)."""
-    if query.is_cuda and query.dtype in LOW_PRECISION:
+    if query.is_cuda and query.dtype in LOW_PRECISION and query.shape[-1] % 8 == 0:
         longest = packing.shape[1]
         flash: Any = torch.ops.aten._flash_attention_forward
         return flash(
