@@ -89,15 +89,16 @@ def trained(model, batches):
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("overlap", [1, 2, 5, 20])
+@pytest.mark.parametrize(("lag", "lead"), [(1, 1), (1, 0), (2, 3), (20, 20)])
 @pytest.mark.parametrize("save", ["inputs", "dear", "everything"])
-def test_copies_beside_the_computation_are_exact(save, overlap):
+def test_copies_beside_the_computation_are_exact(save, lag, lead):
     """Large tensors and batches that change: the copies really run beside the kernels, and blocks are used again."""
     model = stack()
     batches = [torch.randn(size, 512, device="cuda") for size in (8192, 4096, 12000, 8192, 8192)]
     expected = trained(copy.deepcopy(model), batches)
-    segments = [Segment(str(i), save=save, home="host" if i % 3 else "device") for i in range(8)]
-    applied = memory.apply(model, segments, overlap=overlap)
+    homes = ["host" if number % 3 else "device" for number in range(8)]
+    segments = [Segment(str(i), save=save, home=home, lag=lag, lead=lead) for i, home in enumerate(homes)]
+    applied = memory.apply(model, segments)
     for mine, theirs in zip(trained(model, batches), expected, strict=True):
         assert torch.equal(mine, theirs)
     figures = applied.statistics()

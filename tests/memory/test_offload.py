@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleetx.memory.offload import Offloader, is_worth_moving
+from fleetx.memory.offload import Offloader, Trip, is_worth_moving
 
 
 @pytest.fixture
@@ -16,9 +16,13 @@ def offloader():
     return Offloader(torch.device("cpu"))
 
 
-def parked(offloader, *shape, segment=0, **options):
+def trip(segment=0, lag=1, lead=1):
+    return Trip(segment, segment + lag, segment + lead)
+
+
+def parked(offloader, *shape, segment=0, lag=1, lead=1, **options):
     tensor = torch.randn(*shape)
-    return tensor.clone(), offloader.park(tensor, segment, **options)
+    return tensor.clone(), offloader.park(tensor, trip(segment, lag, lead), **options)
 
 
 def test_a_tensor_comes_back_as_it_was(offloader):
@@ -33,7 +37,7 @@ def test_a_tensor_comes_back_as_it_was(offloader):
         torch.tensor(2.0),
         torch.ones(5, dtype=torch.bool),
     ):
-        view = offloader.park(tensor, 0, at_once=True)
+        view = offloader.park(tensor, trip(), at_once=True)
         back = view.fetch()
         assert torch.equal(back, tensor)
         assert back.stride() == tensor.stride()
@@ -45,7 +49,7 @@ def test_a_tensor_comes_back_as_it_was(offloader):
 
 def test_tensors_that_share_memory_share_their_copy(offloader):
     whole = torch.randn(10, 4)
-    views = [offloader.park(part, 0) for part in (whole, whole[2:5], whole.t(), whole.detach())]
+    views = [offloader.park(part, trip()) for part in (whole, whole[2:5], whole.t(), whole.detach())]
     assert offloader.traffic.to_host == 160
     offloader.release_due(1)
     parts = [view.fetch() for view in views]
@@ -56,25 +60,25 @@ def test_tensors_that_share_memory_share_their_copy(offloader):
 
 def test_a_tensor_that_was_written_to_is_another_one(offloader):
     tensor = torch.zeros(4)
-    first = offloader.park(tensor, 0)
+    first = offloader.park(tensor, trip())
     offloader.finish(tensor.untyped_storage().data_ptr())
     tensor.add_(1)
-    second = offloader.park(tensor, 0)
+    second = offloader.park(tensor, trip())
     assert first.fetch().sum() == 0
     assert second.fetch().sum() == 4
 
 
 def test_a_write_while_the_copy_is_under_way_is_noticed(offloader):
     tensor = torch.zeros(4)
-    offloader.park(tensor, 0)
-    view = offloader.park(tensor, 0)
+    offloader.park(tensor, trip())
+    view = offloader.park(tensor, trip())
     tensor.add_(1)
     with pytest.raises(RuntimeError, match="written in place while its copy was on the way"):
         view.fetch()
 
 
 def test_memory_is_let_go_when_the_copies_are_made(offloader):
-    view = offloader.park(torch.randn(4), 0)
+    view = offloader.park(torch.randn(4), trip())
     memory = weakref.ref(view.parked.source)
     offloader.release_due(0)
     assert memory() is not None
@@ -101,10 +105,12 @@ def test_what_nobody_wants_is_forgotten_without_the_collector(offloader):
         gc.enable()
 
 
-@pytest.mark.parametrize(("overlap", "asked_for"), [(1, [1, 1, 2, 3, 3]), (2, [1, 1, 3, 3, 3]), (9, [3] * 5)])
-def test_segments_below_are_asked_for_ahead(overlap, asked_for):
-    offloader = Offloader(torch.device("cpu"), overlap=overlap)
-    views = {number: parked(offloader, 5, segment=number, at_once=True)[1] for number in (0, 1, 4)}
+AHEAD = [(0, [0, 1, 1, 2, 3]), (1, [1, 1, 2, 3, 3]), (2, [1, 1, 3, 3, 3]), (9, [3] * 5)]
+
+
+@pytest.mark.parametrize(("lead", "asked_for"), AHEAD)
+def test_segments_below_are_asked_for_ahead(offloader, lead, asked_for):
+    views = {number: parked(offloader, 5, segment=number, lead=lead, at_once=True)[1] for number in (0, 1, 4)}
     counted = []
     for number in (5, 4, 2, 1, 0):
         offloader.prefetch(number)
@@ -115,24 +121,14 @@ def test_segments_below_are_asked_for_ahead(overlap, asked_for):
     assert counted == asked_for
 
 
-def test_what_has_not_left_yet_is_used_where_it_is():
-    offloader = Offloader(torch.device("cpu"), overlap=3)
-    expected, view = parked(offloader, 5, segment=0)
+def test_what_has_not_left_yet_is_used_where_it_is(offloader):
+    expected, view = parked(offloader, 5, lag=3)
     offloader.release_due(2)
     assert torch.equal(view.fetch(), expected)
     assert offloader.traffic.to_device == 0
     offloader.release_due(3)
     assert torch.equal(view.fetch(), expected)
     assert offloader.traffic.to_device == 20
-
-
-def test_what_is_sent_early_is_due_a_segment_earlier():
-    offloader = Offloader(torch.device("cpu"), overlap=2)
-    tensors = [torch.randn(5), torch.randn(5)]
-    early, late = (offloader.park(tensor, 4, early=early) for tensor, early in zip(tensors, (True, False), strict=True))
-    offloader.release_due(5)
-    assert early.parked.source is None
-    assert late.parked.source is not None
 
 
 def test_fetching_again_brings_it_again(offloader):
@@ -177,6 +173,6 @@ def test_views_of_something_far_larger_stay():
 
 def test_a_limit_is_told_of():
     offloader = Offloader(torch.device("cpu"), limit=2**20)
-    offloader.park(torch.zeros(2**10), 0)
+    offloader.park(torch.zeros(2**10), trip())
     with pytest.raises(MemoryError, match="may use 1 MiB"):
-        offloader.park(torch.zeros(2**20), 0)
+        offloader.park(torch.zeros(2**20), trip())

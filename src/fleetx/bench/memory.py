@@ -46,7 +46,6 @@ class Row:
     low_precision: bool = True
     cap: float | None = None  # GiB that the allocator may have
     budget: float = 1.0  # of torch's activation memory budget
-    overlap: int = 1  # segments that a copy to or from the host may take
 
 
 def layers(count: int, *states: tuple[int, dict[str, Any]]) -> tuple[Segment, ...]:
@@ -118,7 +117,7 @@ def _stepper(
 def _prepare(model: nn.Module, row: Row) -> memory.Applied | None:
     """Put the row's method on the model."""
     if row.method == "ours":
-        return memory.apply(model, row.segments, overlap=row.overlap, compile=row.compile)
+        return memory.apply(model, row.segments, compile=row.compile)
     for name in [segment.until for segment in row.segments]:
         layer = model.get_submodule(name)
         if row.compile:
@@ -176,6 +175,7 @@ AGAIN: dict[str, Any] = {"save": "inputs"}
 FEW: dict[str, Any] = {"save": "dear", "dear": FEW_DEAR}
 MANY: dict[str, Any] = {"save": "dear", "dear": MANY_DEAR}
 ON_HOST: dict[str, Any] = {"home": "host"}
+SLOWLY: dict[str, Any] = {"home": "host", "lag": 7, "lead": 7}
 
 
 def bert_rows(count: int = 24, scale: float = 1.0) -> list[Row]:
@@ -191,28 +191,26 @@ def bert_rows(count: int = 24, scale: float = 1.0) -> list[Row]:
         """Few dear outputs saved in `few` layers, many in the others; `away` of them, seven apart, on the host."""
         ways = [FEW if number % 2 and number // 2 < few else MANY for number in range(count)]
         return layers(
-            count, *((1, way | ON_HOST if n % 7 == 0 and n // 7 < away else way) for n, way in enumerate(ways))
+            count, *((1, way | SLOWLY if n % 7 == 0 and n // 7 < away else way) for n, way in enumerate(ways))
         )
 
+    def halves(mids_kept: int) -> tuple[Segment, ...]:
+        """Cut within layers too; all inputs on the host but those of the last layers' second halves."""
+        segments = []
+        for number, layer in enumerate(f"bert.encoder.layer.{number}" for number in range(count)):
+            second = "device" if number >= count - mids_kept else "host"
+            segments += [Segment(f"{layer}.attention", home="host"), Segment(layer, home=second)]
+        return tuple(segments)
+
     all_kept, all_again, all_away = (layers(count, (count, way)) for way in (KEPT, AGAIN, AGAIN | ON_HOST))
-    attention_away = {"save": "dear", "dear": ("attention",)} | ON_HOST
-    partly_dear = layers(count, (share(10), AGAIN | ON_HOST), (count - share(10), attention_away))
     guide: dict[str, Any] = {"compile": False, "cap": 32.0}
     return [
         Row("plain, compiled as a whole", size(64)),
         Row("plain, compiled layers", size(64), "ours", all_kept),
         Row("plain, compiled as a whole", size(130)),
-        Row("dear saved, many or few", size(130), "ours", mixed(share(10)), cap=32.0),
-        Row(
-            "dear saved, many or few, partly on the host",
-            size(130),
-            "ours",
-            mixed(share(8), away=2),
-            cap=32.0,
-            overlap=7,
-        ),
-        Row("recompute, offload", size(1200), "ours", all_away, cap=32.0),
-        Row("recompute, offload, attention saved", size(1200), "ours", partly_dear, cap=32.0),
+        Row("dear saved, many or few", size(130), "ours", mixed(share(9)), cap=32.0),
+        Row("dear saved, many or few, partly on the host", size(130), "ours", mixed(share(7), away=2), cap=32.0),
+        Row("recompute of half layers, offload", size(1200), "ours", halves(share(4)), cap=32.0),
         Row("torch checkpoint", size(192), "torch checkpoint", all_kept),
         Row("recompute", size(192), "ours", all_again),
         Row("recompute, offload", size(192), "ours", all_away),
@@ -237,15 +235,22 @@ def resnet_rows(scale: float = 1.0) -> list[Row]:
 
     blocks = _resnet_blocks()
     again = tuple(Segment(name) for name in blocks)
-    # Those three inputs are as large as all others together, and blocks are short: their copies take several.
+    # Blocks are short and inputs of the first ones large: their copies may take half of the forward. That of layer1.1
+    # is asked for only when it is needed: beside the backward of layer1.2 there is no room for it.
+    moved: dict[str, dict[str, Any]] = {
+        "layer1.1": {"lag": 8, "lead": 0},
+        "layer2.1": {"lag": 8},
+        "layer2.2": {"lag": 8},
+    }
     away = tuple(
-        Segment(name, home="host" if name in ("layer1.1", "layer1.2", "layer2.0") else "device") for name in blocks
+        Segment(name, home="host", **moved[name]) if name in moved else Segment(name)
+        for name in (":max_pool2d", *blocks)
     )
     return [
         Row("plain, compiled as a whole", size(1024)),
         Row("recompute", size(1024), "ours", again),
         Row("recompute", size(1800), "ours", again, cap=32.0),
-        Row("recompute, offload", size(3000), "ours", away, cap=32.0, overlap=8),
+        Row("recompute, offload", size(3000), "ours", away, cap=32.0),
     ]
 
 
@@ -269,7 +274,6 @@ def described(case: Case, row: Row, figures: dict[str, Any]) -> dict[str, Any]:
         "batch": row.batch,
         "cap_gib": row.cap,
         "method": row.method,
-        "overlap": row.overlap,
         "states": _folded(row.segments) if row.method == "ours" else [],
         **figures,
     }

@@ -27,17 +27,14 @@ def apply(
     save: Save = "inputs",
     home: Home = "device",
     host_memory: int | str | None = None,
-    overlap: int = 1,
     compile: bool = False,
     **compile_options: Any,
 ) -> "Applied":
     """Cut the model's forward at these outputs, and save of each segment what is asked for.
 
     A name stands for a `Segment` with the given `save` and `home`. What runs after the last cut stays as it is.
-    `host_memory` ("20GiB") limits the bytes on the host; a copy there or back may take the time of `overlap` segments,
-    for which its memory on the device is held: more where segments are short and tensors are large. `compile` compiles
-    modules between the cuts, one compilation for all that are alike. `remove()` of what is returned takes everything
-    off again.
+    `host_memory` ("20GiB") limits the bytes on the host; `compile` compiles modules between the cuts, one compilation
+    for all that are alike. `remove()` of what is returned takes everything off again.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
     >>> applied = apply(model, ["1", "3"])
@@ -53,18 +50,11 @@ def apply(
         raise ValueError("recompute needs at least one output where the model is cut, got none: name modules.")
     _require_unwrapped(model)
     limit = None if host_memory is None else parse_bytes(host_memory)
-    experience = Experience(find_cuts(model, wanted), host_memory=limit, overlap=require_overlap(overlap))
+    experience = Experience(find_cuts(model, wanted), host_memory=limit)
     applied = Applied(model, experience)
     if compile:
         applied.compile(**compile_options)
     return applied.install()
-
-
-def require_overlap(overlap: object) -> int:
-    """`overlap`, if it is one."""
-    if type(overlap) is not int or overlap < 1:
-        raise ValueError(f"overlap must be a number of segments, 1 or more, got {overlap!r}.")
-    return overlap
 
 
 class Applied:

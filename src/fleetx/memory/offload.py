@@ -1,9 +1,9 @@
 """Moves tensors to the host and back beside the computation.
 
-To the host as soon as they are made, on a stream of its own; back on another one, ahead of their use. Segments are
-counted over all forwards: a copy may take the time of `overlap` of them, there and back, and its memory on the device
-is held for as long. Whatever order the backward takes, each tensor is found by its own handle. On a machine without a
-GPU the same code copies at once, so that tests see its logic.
+To the host as soon as they are made, on a stream of its own; back on another one, ahead of their use. When they must
+have left and when they are asked for is counted in segments, over all forwards, so that every step takes the same
+memory. Whatever order the backward takes, each tensor is found by its own handle. On a machine without a GPU the same
+code copies at once, so that tests see its logic.
 """
 
 import weakref
@@ -35,13 +35,20 @@ class View(NamedTuple):
         return empty.set_(storage, self.offset, self.size, self.stride)
 
 
+class Trip(NamedTuple):
+    """When a tensor leaves and returns, in numbers of segments."""
+
+    segment: int  # whose backward needs it
+    due: int  # at whose end it must have left
+    asked_for: int  # at whose backward it is asked for
+
+
 @dataclass(eq=False)
 class Parked:
     """One storage on the host: all tensors that share it share its copy."""
 
     owner: "Offloader"
-    segment: int  # whose backward needs it
-    due: int  # the segment at whose end it must have left
+    trip: "Trip"
     block: Block
     device: torch.device
     nbytes: int
@@ -77,9 +84,8 @@ class Traffic:
 class Offloader:
     """The copies of one model's activations."""
 
-    def __init__(self, device: torch.device, *, limit: int | None = None, overlap: int = 1) -> None:
+    def __init__(self, device: torch.device, *, limit: int | None = None) -> None:
         self.device = device
-        self.overlap = overlap
         self.on_gpu = device.type == "cuda"
         self.arena = HostArena(pin=self.on_gpu, limit=limit)
         self.traffic = Traffic()
@@ -90,15 +96,12 @@ class Offloader:
         self._segments: dict[int, list[weakref.ref[Parked]]] = {}
         self._reached = -1  # the segment to which the backward came last
 
-    def park(self, tensor: Tensor, segment: int, *, early: bool = False, at_once: bool = False) -> View:
-        """Send the tensor's memory to the host, at the beginning of the segment (`early`) or at its end.
-
-        `at_once` holds the computation until it has left.
-        """
+    def park(self, tensor: Tensor, trip: Trip, *, at_once: bool = False) -> View:
+        """Send the tensor's memory to the host. `at_once` holds the computation until it has left."""
         storage = tensor.untyped_storage()
         parked = self._known(storage.data_ptr(), tensor._version)
         if parked is None:
-            parked = self._send(tensor, storage, segment, segment + self.overlap - early)
+            parked = self._send(tensor, storage, trip)
         parked.views += 1
         if at_once:
             self._let_go(parked)
@@ -110,7 +113,7 @@ class Offloader:
         By number and not by what has arrived, so that the memory of every step is the same.
         """
         for parked in list(self._leaving):
-            if parked.due <= segment:
+            if parked.trip.due <= segment:
                 self._let_go(parked)
 
     def finish(self, pointer: int) -> None:
@@ -137,14 +140,15 @@ class Offloader:
         return storage
 
     def prefetch(self, segment: int) -> None:
-        """The backward comes to this segment: ask for what it and the next ones need."""
+        """The backward comes to this segment: ask for what it and the next ones need, in this order."""
         if segment == self._reached:
             return
         self._reached = segment
-        for number in range(segment, segment - self.overlap - 1, -1):
+        for number in sorted((n for n in list(self._segments) if n <= segment), reverse=True):
             for reference in list(self._segments.get(number, ())):  # it gets shorter as tensors are forgotten
                 parked = reference()
-                if parked is not None and parked.back is None and parked.source is None:
+                is_away = parked is not None and parked.back is None and parked.source is None
+                if parked is not None and is_away and parked.trip.asked_for >= segment:
                     self._bring(parked)
 
     def forget(self, parked: Parked) -> None:
@@ -153,10 +157,10 @@ class Offloader:
             torch.cuda.current_stream(self.device).wait_event(parked.arrived)
         # To the host it may still be under way: whoever has the block next writes to it later on the same stream.
         self.arena.give_back(parked.block)
-        others = self._segments.get(parked.segment, [])
+        others = self._segments.get(parked.trip.segment, [])
         others[:] = [reference for reference in others if reference() is not None and reference() is not parked]
         if not others:
-            self._segments.pop(parked.segment, None)
+            self._segments.pop(parked.trip.segment, None)
 
     def _known(self, pointer: int, version: int) -> Parked | None:
         reference = self._by_storage.get(pointer)
@@ -165,10 +169,10 @@ class Offloader:
             return None
         return parked
 
-    def _send(self, tensor: Tensor, storage: torch.UntypedStorage, segment: int, due: int) -> Parked:
+    def _send(self, tensor: Tensor, storage: torch.UntypedStorage, trip: Trip) -> Parked:
         source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
         block = self.arena.take(storage.nbytes())
-        parked = Parked(self, segment, due, block, tensor.device, storage.nbytes(), tensor.detach(), tensor._version)
+        parked = Parked(self, trip, block, tensor.device, storage.nbytes(), tensor.detach(), tensor._version)
         target = block.memory[: storage.nbytes()]
         if self.on_gpu:
             self.out_stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -181,7 +185,7 @@ class Offloader:
         self.traffic.tensors += 1
         self._leaving.add(parked)
         self._by_storage[storage.data_ptr()] = weakref.ref(parked)
-        self._segments.setdefault(segment, []).append(weakref.ref(parked))
+        self._segments.setdefault(trip.segment, []).append(weakref.ref(parked))
         return parked
 
     def _let_go(self, parked: Parked) -> None:

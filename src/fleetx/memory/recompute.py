@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fleetx.memory import dear, randomness
-from fleetx.memory.offload import Offloader, View, is_worth_moving
+from fleetx.memory.offload import Offloader, Trip, View, is_worth_moving
 from fleetx.memory.states import Segment
 from fleetx.memory.tape import Call, External, Surroundings, Tape, pointer_of, version_of
 
@@ -88,6 +88,10 @@ class Frame:
         self.saved.append(saved)
         return saved
 
+    def trip(self, early: bool = False) -> Trip:
+        """When what is parked leaves and returns; `early` at the segment's beginning, else at its end."""
+        return Trip(self.number, self.number + self.state.lag - early, self.number + self.state.lead)
+
     def prefetch(self) -> None:
         """The backward has come here."""
         if self.offloader is not None:
@@ -112,7 +116,7 @@ class Frame:
             tensor = saved.tensor
             # What was written to stays, to be refused in the backward.
             if tensor is not None and version_of(tensor) == saved.version and is_worth_moving(tensor):
-                saved.parked = offloader.park(tensor, self.number, at_once=at_once)
+                saved.parked = offloader.park(tensor, self.trip(), at_once=at_once)
                 saved.tensor = None
         self.keep()
 
@@ -133,7 +137,7 @@ class Frame:
         for call in self.tape.calls:
             for one in [] if call.dear is None else call.dear.saved:
                 if one is not None:
-                    one.park(lambda tensor: offloader.park(tensor, self.number, at_once=at_once))
+                    one.park(lambda tensor: offloader.park(tensor, self.trip(), at_once=at_once))
 
     def park_input(
         self, external: External, offloader: Offloader, *, early: bool = False, at_once: bool = False
@@ -141,7 +145,7 @@ class Frame:
         """Send one input to the host, if that is worth it."""
         tensor = external.tensor
         if tensor is not None and not external.is_kept and is_worth_moving(tensor):
-            external.parked = offloader.park(tensor, self.number, early=early, at_once=at_once)
+            external.parked = offloader.park(tensor, self.trip(early), at_once=at_once)
             external.tensor = None
 
     # In the backward --------------------------------------------------------------------------------------

@@ -62,7 +62,6 @@ class Experience:
     segments: list[Learned] = field(default_factory=list)
     offloader: Offloader | None = None
     host_memory: int | None = None
-    overlap: int = 1  # segments that a copy to or from the host may take
     numbers: Iterator[int] = field(default_factory=itertools.count)  # of the segments of all forwards
     compilations: SharedCompilations | None = None
     within: Any = field(default_factory=threading.local)  # of each thread: in how many dear modules it is
@@ -118,8 +117,7 @@ class Experience:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of a model learns anew: what is known here is about these very modules."""
-        names = ("cuts", "host_memory", "overlap", "compilations")
-        return {name: getattr(self, name) for name in names}
+        return {"cuts": self.cuts, "host_memory": self.host_memory, "compilations": self.compilations}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)
@@ -127,7 +125,7 @@ class Experience:
     def for_device(self, device: torch.device) -> Offloader:
         """The offloader, made when it is first needed."""
         if self.offloader is None or self.offloader.device != device:
-            self.offloader = Offloader(device, limit=self.host_memory, overlap=self.overlap)
+            self.offloader = Offloader(device, limit=self.host_memory)
         return self.offloader
 
 

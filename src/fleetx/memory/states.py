@@ -22,13 +22,17 @@ class Segment:
     - `save="dear"`: also the outputs of `dear` operations: kinds of them (matmul, convolution, attention), or the
       names of submodules, whose matmuls, convolutions and attentions are meant.
     - `save="everything"`: as if there were no segment.
-    - `home="host"`: what is saved waits in host memory and is fetched ahead of its use.
+    - `home="host"`: what is saved waits in host memory. Its copy may take the time of `lag` segments to get there,
+      and it is asked for `lead` segments ahead of its use; for as long it takes memory on the device, too. Where
+      segments are short and tensors large, copies need more of them to stay beside the computation.
     """
 
     until: str
     save: Save = "inputs"
     home: Home = "device"
     dear: tuple[str, ...] = DEAR_KINDS
+    lag: int = 1
+    lead: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.until, str) or not self.until:
@@ -38,6 +42,13 @@ class Segment:
         if isinstance(self.dear, str) or not all(isinstance(name, str) for name in self.dear):
             raise TypeError(f"Segment.dear must be a tuple of names, got {self.dear!r}: write ('matmul',).")
         object.__setattr__(self, "dear", tuple(self.dear))
+        _require_count("lag", self.lag, least=1)
+        _require_count("lead", self.lead, least=0)
+
+
+def _require_count(name: str, value: object, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise ValueError(f"Segment.{name} must be a number of segments, {least} or more, got {value!r}.")
 
 
 def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -1,0 +1,87 @@
+"""The planner on real models: is the predicted peak that of a real step, and is the chosen plan the fastest?
+
+For each model and budget the chosen plan is run first and last, and in between up to twelve plans as people make them
+and ten random ones, all within the same budget. Everything is saved after each run; what is saved is not run again.
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fleetx.bench.planning.cases import CASES, TINY_CASES, Case
+from fleetx.bench.planning.measuring import Bench, OutOfTime
+from fleetx.bench.results import save_result, so_far
+from fleetx.notices import tell_once
+from fleetx.units import format_bytes
+
+WHAT = (
+    "Training in bf16 autocast over fp32 weights with fused AdamW; the allocator may reserve the budget and no more. "
+    "Rivals: all, none and every n-th block computed again, with and without offload, micro-batches of powers of two, "
+    "and random states"
+)
+TINY_WHAT = "Small models in fp32 on a simulated device of the stated size"
+
+
+def measure(
+    folder: Path, *, tiny: bool = False, only: str | None = None, seconds: float | None = None, compile: bool = False
+) -> tuple[dict[str, Any], Path, bool]:
+    """All cases whose name contains `only`: the results, their file, and whether all of it was measured in time."""
+    name = "plan-tiny" if tiny else "plan"
+    path = folder / f"{name}.json"
+    results = so_far(path) or {}
+    ends = None if seconds is None else time.monotonic() + seconds
+
+    def save() -> None:
+        save_result(name, {"what": TINY_WHAT if tiny else WHAT, "cases": results}, folder)
+
+    def check_time() -> None:
+        if ends is not None and time.monotonic() > ends:
+            raise OutOfTime
+
+    bench = Bench(results, save, check_time, torch.device("cpu" if tiny else "cuda"), compile)
+    threads = torch.get_num_threads()
+    if tiny:
+        torch.set_num_threads(1)  # what is tiny takes longer with more
+    try:
+        for case in chosen(TINY_CASES if tiny else CASES, only):
+            bench.measure(case)
+    except OutOfTime:
+        return results, path, False
+    finally:
+        torch.set_num_threads(threads)
+    return results, path, True
+
+
+def chosen(cases: Sequence[Case], only: str | None) -> list[Case]:
+    """Cases by a part of their name, as far as their libraries are installed; those left out are named."""
+    wanted = [case for case in cases if only is None or only in case.name]
+    if not wanted:
+        raise ValueError(f"no case has {only!r} in its name: choose among {', '.join(case.name for case in cases)}.")
+    for case in wanted:
+        if not case.is_possible:
+            tell_once(f"bench.{case.name}", f"{case.name} is left out: it comes from {case.needs}, not installed here.")
+    return [case for case in wanted if case.is_possible]
+
+
+def rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
+    """For the console."""
+    made: list[tuple[str, ...]] = []
+    for name, result in results.items():
+        if "of_best_rival" not in result:
+            made.append((name, "does not fit" if "does not fit" in result else "not yet complete", "", "", "", ""))
+            continue
+        of_best = result["of_best_rival"]
+        made.append(
+            (
+                name,
+                f"{result['micro_batch']} × {result['k_steps']}",
+                format_bytes(result["peak"]),
+                f"{result['peak_error']:+.1%}",
+                f"{result['samples_per_s']:,.1f}",
+                "" if of_best is None else f"{of_best:.3f}× of {result['best_rival']}",
+            )
+        )
+    return made

@@ -1,0 +1,154 @@
+"""`fleetx bench plan --tiny`: predictions beside a simulated device, saved step by step, taken up again."""
+
+import json
+import time
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from fleetx.bench import plan as bench
+from fleetx.bench.planning import grid
+from fleetx.bench.planning.cases import CASES, KIB, TINY_CASES, Case, Trained
+from fleetx.bench.planning.measuring import compared
+from fleetx.bench.planning.running import Runner
+from fleetx.bench.planning.simulated import SimulatedDevice
+from fleetx.bench.planning.unet import UNet
+from fleetx.cli import app
+from fleetx.planner.chain import State
+from fleetx.units import format_bytes
+from tests.planner.profiles import transformer
+
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def _quick(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(grid, "BY_HAND", 3)
+    monkeypatch.setattr(grid, "AT_RANDOM", 1)
+
+
+def stack():
+    blocks = (nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4))
+    return Trained(nn.Sequential(*blocks), (torch.randn(4, 8, 32), torch.randn(4, 8, 32)), nn.functional.mse_loss)
+
+
+@pytest.fixture
+def cases(monkeypatch):
+    made = [Case("stack", stack, 16, (800 * KIB, 1600 * KIB)), Case("other", stack, 16, (100 * KIB,), needs="nowhere")]
+    monkeypatch.setattr(bench, "TINY_CASES", made)
+    return made
+
+
+def test_what_is_planned_is_run_and_saved(cases, tmp_path):
+    results, path, complete = bench.measure(tmp_path, tiny=True)
+    assert complete
+    assert list(results) == ["stack in 800 KiB", "stack in 1.56 MiB"]
+    assert json.loads(path.read_text())["cases"] == results
+    for result in results.values():
+        assert not result["failed"]
+        assert result["peak"] <= result["memory"]
+        assert abs(result["peak_error"]) < 0.1
+        assert {"chosen", "chosen, again"} < set(result["runs"])
+        assert 1 <= sum(run["is_rival"] for run in result["runs"].values()) <= 4
+        assert result["of_best_rival"] > 0
+    assert [row[0] for row in bench.rows(results)] == list(results)
+
+
+def test_a_run_that_is_out_of_time_is_taken_up_where_it_ended(cases, tmp_path, monkeypatch):
+    ran = []
+    run = Runner.run
+    monkeypatch.setattr(Runner, "run", lambda self, plan, memory: (ran.append(1), run(self, plan, memory))[1])
+    monkeypatch.setattr(time, "monotonic", lambda: float(len(ran)))
+    _, path, complete = bench.measure(tmp_path, tiny=True, seconds=2.5)
+    assert not complete
+    saved = json.loads(path.read_text())["cases"]["stack in 800 KiB"]
+    assert len(saved["runs"]) == len(ran) == 3
+    results, _, complete = bench.measure(tmp_path, tiny=True)
+    assert complete
+    assert len(ran) == sum(len(result["runs"]) for result in results.values())
+    assert results["stack in 800 KiB"]["runs"]["chosen"] == saved["runs"]["chosen"]
+
+
+def test_cases_are_chosen_by_name_and_those_without_their_library_are_left_out(cases):
+    assert [case.name for case in bench.chosen(cases, None)] == ["stack"]
+    with pytest.raises(ValueError, match="no case has 'vgg' in its name: choose among stack, other"):
+        bench.chosen(cases, "vgg")
+
+
+def test_a_budget_that_is_too_small_is_said_to_be_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(bench, "TINY_CASES", [Case("stack", stack, 16, (100 * KIB,))])
+    results, _, complete = bench.measure(tmp_path, tiny=True)
+    assert complete
+    assert "needs at least" in results["stack in 100 KiB"]["does not fit"]
+    assert bench.rows(results)[0][1] == "does not fit"
+
+
+def test_the_command_says_what_is_missing(cases, tmp_path):
+    if not torch.cuda.is_available():
+        done = CliRunner().invoke(app, ["bench", "plan"])
+        assert done.exit_code == 2
+        assert "--tiny" in done.output
+    done = CliRunner().invoke(app, ["bench", "plan", "--tiny", "--seconds", "0", "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "run the same command again" in done.output
+
+
+def test_the_simulated_device_runs_out_of_memory_at_its_size_and_not_before():
+    resident = torch.zeros(1000)
+    with SimulatedDevice(8000, [resident]) as device:
+        half = torch.zeros(1000)
+        assert device.highest == 8000
+        del half
+        again = resident + 1
+        with pytest.raises(torch.OutOfMemoryError, match=f"has {format_bytes(8000)}, and {format_bytes(8004)} are"):
+            torch.ones(1)
+        del again
+
+
+def test_the_grid_has_what_people_try_by_hand():
+    rivals = grid.rivals(transformer(6), 64, 24 * GIB, one_forward=False)
+    assert len(rivals) <= 4
+    assert all(len(rival.states) == 6 for rival in rivals)
+    assert all(rival.states[-1].home == "device" for rival in rivals)
+    assert grid.rivals(transformer(6), 64, 24 * GIB, one_forward=False) == rivals
+    whole = grid.rivals(transformer(6), 64, 24 * GIB, one_forward=True)
+    assert {rival.micro_batch for rival in whole} == {64}
+
+
+def test_the_whole_grid_is_at_most_twelve_plans_and_ten_random_ones(monkeypatch):
+    monkeypatch.setattr(grid, "BY_HAND", 12)
+    monkeypatch.setattr(grid, "AT_RANDOM", 10)
+    rivals = grid.rivals(transformer(24), 1024, 48 * GIB, one_forward=False)
+    by_hand = [rival for rival in rivals if not rival.name.startswith("random")]
+    assert (len(by_hand), len(rivals)) == (12, 22)
+    assert len({rival.name for rival in rivals}) == 22
+    kinds = {rival.name.rpartition(",")[0] for rival in by_hand}
+    assert {"all kept", "all computed again", "every 2. kept", "all computed again, on the host"} <= kinds
+    assert all(size & (size - 1) == 0 for size in (rival.micro_batch for rival in rivals))
+
+
+def test_a_plan_that_failed_is_counted_as_failed():
+    ran = {"peak": 90, "samples_per_s": 10.0, "is_rival": False}
+    runs = {
+        "chosen": ran,
+        "a": {"failed": "memory", "is_rival": True},
+        "chosen, again": {"failed": "memory", "is_rival": False},
+    }
+    found = compared({"runs": runs, "predicted_peak": 99, "first_predicted_peak": 80})
+    assert found["failed"]
+    assert found["peak_error"] == pytest.approx(0.1)
+    assert found["best_rival"] is None
+
+
+def test_every_case_has_three_budgets_and_the_small_ones_run():
+    assert {case.name for case in CASES} >= {"bert_base", "bert_large", "resnet50", "unet", "vit", "gpt"}
+    for case in CASES:
+        assert case.one_forward or sum(budget is not None for budget in case.budgets) == 3
+    for case in TINY_CASES:
+        trained = case.make()
+        assert trained.sample is not None
+    assert UNet(4, 2)(torch.randn(1, 3, 16, 16)).shape == (1, 1, 16, 16)
+    assert State("inputs") in grid._every(4, 2, State("inputs"))
