@@ -290,8 +290,14 @@ def _folded(segments: Sequence[Segment]) -> list[str]:
 
 def merged(old: Sequence[dict[str, Any]], new: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows with a new one, in place of an earlier one of the same kind."""
+    return [row for row in old if _kind(row) != _kind(new)] + [new]
 
-    def kind(row: dict[str, Any]) -> tuple[Any, ...]:
-        return row["model"], row["name"], row["batch"]
 
-    return [row for row in old if kind(row) != kind(new)] + [new]
+def current(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that would be measured today: an earlier version may have had others."""
+    kinds = {_kind(described(case, row, {})) for case, row in all_rows()}
+    return [row for row in rows if _kind(row) in kinds]
+
+
+def _kind(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["model"], row["name"], row["batch"], row["cap_gib"], tuple(row["states"])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 Result = dict[str, Any]
+PLAIN = "plain, compiled as a whole"
 
 
 def step_table(result: Result) -> str:
@@ -60,6 +61,37 @@ def optim_table(result: Result) -> str:
     return _table(("parameters", "step", "ms", "of the peer", "host, ms"), rows) + _origin(result)
 
 
+def memory_table(result: Result) -> str:
+    """Batch against speed and memory, for each way to train."""
+    rows = [
+        (
+            row["model"],
+            row["name"],
+            str(row["batch"]),
+            "" if row["cap_gib"] is None else f"{row['cap_gib']:.0f} GiB",
+            f"{row['samples_per_s']:,.0f}" if "samples_per_s" in row else "out of memory",
+            _share(row, _plain_beside(row, result["rows"])),
+            f"{row['reserved_gib']:.1f}" if "reserved_gib" in row else "",
+            f"{row['host_reserved_gib']:.1f}" if "host_reserved_gib" in row else "",
+        )
+        for row in sorted(result["rows"], key=lambda row: (row["model"], row["batch"]))
+    ]
+    heads = ("model", "way", "batch", "may take", "samples/s", "of plain", "takes, GiB", "on the host, GiB")
+    return _table(heads, rows, texts=2) + _origin(result)
+
+
+def _plain_beside(row: Result, rows: Sequence[Result]) -> float | None:
+    """The speed of plain training with the row's batch, or the best there is."""
+    plain = [r for r in rows if r["model"] == row["model"] and r["name"] == PLAIN and "samples_per_s" in r]
+    same = [r["samples_per_s"] for r in plain if r["batch"] == row["batch"]]
+    return max(same or [r["samples_per_s"] for r in plain], default=None)
+
+
+def _share(row: Result, plain: float | None) -> str:
+    is_ours = not row["name"].startswith(("plain", "guide"))
+    return f"{row['samples_per_s'] / plain:.0%}" if is_ours and plain and "samples_per_s" in row else ""
+
+
 def digits_table(result: Result) -> str:
     """The run of `make run`."""
     rows = [
@@ -76,6 +108,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "step": ("step.json", step_table),
     "reduce": ("reduce.json", reduce_table),
     "loading": ("loading.json", loading_table),
+    "memory": ("memory.json", memory_table),
 }
 
 
@@ -93,8 +126,9 @@ def fill_in(text: str, results: Path) -> str:
     return re.sub(r"<!-- table: (\S+) -->.*?<!-- end -->", table, text, flags=re.DOTALL)
 
 
-def _table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    rule = ("---", *["---:"] * (len(heads) - 1))
+def _table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, texts: int = 1) -> str:
+    """A table whose first columns are `texts`, and the others numbers."""
+    rule = (*["---"] * texts, *["---:"] * (len(heads) - texts))
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (heads, rule, *rows))
 
 
