@@ -44,6 +44,16 @@ def loading_table(result: Result) -> str:
     return _table(("files", "loader", "samples per second", "FleetX is"), rows) + _origin(result)
 
 
+def train_table(result: Result) -> str:
+    """Training speed beside other libraries' models."""
+    rows = [
+        (case, name, f"{speed:,.0f}", _times(figures["speed_of_ours"].get(name), ""))
+        for case, figures in result["cases"].items()
+        for name, speed in figures["samples_per_s"].items()
+    ]
+    return _table(("model", "way", "samples per second", "FleetX is"), rows, texts=2) + _origin(result)
+
+
 def optim_table(result: Result) -> str:
     """What a step of LARS and LAMB costs beside torch's fused optimizers."""
     rows = [
@@ -108,6 +118,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "step": ("step.json", step_table),
     "reduce": ("reduce.json", reduce_table),
     "loading": ("loading.json", loading_table),
+    "train": ("train.json", train_table),
     "memory": ("memory.json", memory_table),
 }
 
