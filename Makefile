@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 SHELL := /bin/sh
 .DELETE_ON_ERROR:
 
-.PHONY: help run test test-full lint format bench clean
+.PHONY: help run test test-full chaos lint format bench clean
 
 help:
 	@echo "make run        train a residual network on handwritten digits, two workers, global batch 512"
 	@echo "make test       lint, types and the fast tests"
 	@echo "make test-full  everything, GPU tests where there is a GPU"
+	@echo "make chaos      disturb jobs in every way we know (about two hours, goes on where it was interrupted)"
 	@echo "make bench      measure the step and the gradient reduction; writes benchmarks/results/"
 	@echo "make format     put the code into its house style"
 	@echo "make clean      remove the environment and what the commands wrote"
@@ -24,6 +25,9 @@ test: lint
 test-full: lint
 	$(BIN)/pytest -n 2 -m "not gpu"
 	$(BIN)/pytest -m gpu
+
+chaos: $(VENV)/.ready
+	$(BIN)/python -m tests.chaos
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

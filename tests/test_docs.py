@@ -44,6 +44,7 @@ def run_page(name, monkeypatch, folder, prints=True, **names):
     vars(module).update(names)
     monkeypatch.setitem(sys.modules, module.__name__, module)  # compilers look up a function's module
     monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(Path(folder) / "cache"))  # measurements of the planner
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     page = (ROOT / "docs" / name).read_text(encoding="utf-8")
     for language, block in re.findall(r"```(\w+)\n(.*?)```", page, re.DOTALL):
@@ -57,7 +58,9 @@ def run_page(name, monkeypatch, folder, prints=True, **names):
         assert not expected or printed.getvalue().splitlines() == expected, block
 
 
-@pytest.mark.parametrize("page", ["applications.md", "data.md", "memory.md", "optimizers.md", "static.md"])
+@pytest.mark.parametrize(
+    "page", ["applications.md", "data.md", "memory.md", "optimizers.md", "planner.md", "static.md"]
+)
 def test_the_pages_blocks_run_and_print_what_they_say(page, tmp_path, monkeypatch, caplog):
     run_page(page, monkeypatch, tmp_path)
     if page == "static.md":

@@ -43,6 +43,16 @@ def test_the_import_brings_no_console_or_plotting():
     assert done.stdout.strip() == "[]"
 
 
+def test_the_planner_is_there_but_not_imported_before_it_is_asked_for():
+    done = python("-c", "import fleetx, sys; print([m for m in sys.modules if m.startswith('fleetx.planner')])")
+    assert done.stdout.strip() == "[]"
+    assert fleetx.plan is importlib.import_module("fleetx.planner").plan
+    assert fleetx.Plan.__name__ == "Plan"
+    assert {"Plan", "plan"} <= set(dir(fleetx))
+    with pytest.raises(AttributeError, match="module 'fleetx' has no attribute 'plann'"):
+        _ = fleetx.plann
+
+
 def test_the_import_costs_little_more_than_torch():
     def seconds(module):
         began = time.perf_counter()

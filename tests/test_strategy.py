@@ -22,7 +22,14 @@ ALONE = ["use_hierarchical_allreduce", "fp16_allreduce", "bf16_allreduce", "find
 LOSS_SCALE = {"init_loss_scaling": 32768.0, "incr_every_n_steps": 1000, "decr_every_n_nan_or_inf": 2}
 RATIOS = {"incr_ratio": 2.0, "decr_ratio": 0.8, "use_dynamic_loss_scaling": True}
 PRECISION = {"use_pure_fp16": False, "use_pure_bf16": False, "dtype": "float16"}
-RECOMPUTE = {"checkpoints": [], "enable_offload": False, "checkpoint_shape": [], "memory_budget": None}
+RECOMPUTE = {
+    "checkpoints": [],
+    "enable_offload": False,
+    "checkpoint_shape": [],
+    "memory_budget": None,
+    "global_batch": None,
+    "oom_retry": False,
+}
 LARS = {"lars_coeff": 0.001, "lars_weight_decay": 0.0005, "epsilon": 0.0}
 LAYERWISE = {
     "exclude_from_weight_decay": [],
@@ -56,6 +63,7 @@ OUT_OF_RANGE = {
     "amp_configs.dtype": ["float32"],
     "recompute_configs.checkpoint_shape": [[0]],
     "recompute_configs.memory_budget": [0, "30G"],
+    "recompute_configs.global_batch": [0, -1],
     "gradient_merge_configs.k_steps": [0, -3],
     "lars_configs.lars_coeff": [0],
     "lars_configs.lars_weight_decay": [-1e-9],
@@ -202,6 +210,18 @@ def test_configs_of_what_is_off_are_left_alone():
         (
             {"recompute": True, "recompute_configs": {"checkpoints": ["a"], "memory_budget": "30GiB"}},
             "recompute_configs.memory_budget must only be set with checkpoints = \"auto\", got '30GiB'",
+        ),
+        (
+            {"recompute": True, "recompute_configs": {"checkpoints": ["a"], "oom_retry": True}},
+            'recompute_configs.oom_retry must only be set with checkpoints = "auto", got True; set',
+        ),
+        (
+            {
+                "recompute": True,
+                "recompute_configs": {"checkpoints": "auto", "global_batch": 64},
+                "gradient_merge": True,
+            },
+            "recompute_configs.global_batch lets the planner cut batches, and must not be set while gradient_merge",
         ),
         (
             {"amp": True, "amp_configs": {"use_pure_fp16": True, "use_pure_bf16": True}},

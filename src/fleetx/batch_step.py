@@ -1,7 +1,7 @@
 """`Step`: the door for people who think in whole batches."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,6 +17,10 @@ from fleetx.slicing import Batch
 from fleetx.step import NO_GRADIENT, in_fp32
 from fleetx.strategy import DistributedStrategy
 from fleetx.window import Weighing
+
+if TYPE_CHECKING:
+    from fleetx.fleet.planned_step import PlannedStep
+    from fleetx.planner import Plan
 
 SAMPLES = "samples"
 
@@ -85,12 +89,32 @@ class Step:
         self._engine = optimizer.engine
         if items is not None and not self._engine.average:
             raise ValueError(checks.ITEMS_OR_SUM)
+        self._planned = _planned_step(self, loss_fn, compute)
+
+    @property
+    def plan(self) -> "Plan | None":
+        """What the planner chose with the first batch, where checkpoints = "auto" leaves the choice to it."""
+        return self.optimizer.plan
 
     def __call__(self, batch: Batch) -> Outcome:
         """Train on one batch: exactly one update, or one that is skipped and says so."""
         self._require_empty_window()
-        self._engine.stopwatch.start()
         self.optimizer.require_alone()
+        if self._planned is not None:
+            return self._planned.run(batch)
+        self._engine.stopwatch.start()
+        names, shares = self.merge(batch)
+        return self.close(names, shares)
+
+    def close(self, names: tuple[str, ...], shares: Shares) -> Outcome:
+        """The update, after all micro-batches were merged."""
+        return self._engine.close(names, HostValue(shares.total(SAMPLES)))
+
+    def merge(self, batch: Batch, *, reduce_later: bool = False) -> tuple[tuple[str, ...], Shares]:
+        """Merge all micro-batches of a batch: the names of the losses, and what each micro-batch counts.
+
+        Gradients leave for the other workers during the last backward, or `reduce_later`, when the window closes.
+        """
         micro_batches = self._cut(batch)
         self._engine.window.discard()  # the last gradients need not live through the forward
         device = self._engine.updater.device
@@ -105,7 +129,7 @@ class Step:
                 names = names or tuple(sorted(losses))  # in the same order on all workers
                 _require_names(names, losses)
                 weighted = [self._weigh(shares, index, name, losses[name]) for name in names]
-                ends = index == len(micro_batches) - 1
+                ends = index == len(micro_batches) - 1 and not reduce_later
                 self._engine.merge(weighted, Weighing("sum"), weight=1, ends=ends)
         except BaseException as error:
             samples = slicing.batch_size(micro_batches[0])
@@ -113,17 +137,21 @@ class Step:
             if self._engine.window.held:  # else the window has given up by itself
                 self._engine.window.fail(error)
             raise
-        return self._engine.close(names, HostValue(shares.total(SAMPLES)))
+        return names, shares
 
     def _cut(self, batch: Batch) -> list[Batch]:
-        k_steps, size = self._engine.k_steps, slicing.batch_size(batch)
+        self.require_enough(slicing.batch_size(batch))
+        return slicing.split(batch, self._engine.k_steps)
+
+    def require_enough(self, size: int) -> None:
+        """The first batch must have a sample for each micro-batch."""
+        k_steps = self._engine.k_steps
         if self._engine.is_first and size < k_steps:
             raise ValueError(
                 f"gradient_merge_configs.k_steps is {k_steps}, but the first batch has only {size} samples: "
                 f"it cannot be cut into {k_steps} micro-batches. Lower k_steps or raise the batch size. "
                 "(Only a later, shorter batch may have fewer.)"
             )
-        return slicing.split(batch, k_steps)
 
     def _count(self, micro: Batch) -> Counts:
         counts: dict[str, Number] = {SAMPLES: slicing.batch_size(micro)}
@@ -167,6 +195,16 @@ class Step:
                 f"the window already holds {self._engine.window.held} micro-batches from optimizer.minimize(): "
                 "call optimizer.flush() before Step."
             )
+
+
+def _planned_step(step: Step, loss_fn: Any, compute: Any) -> "PlannedStep | None":
+    planning = step.optimizer.planning
+    if planning is None or planning.model is not step.model:
+        return None
+    from fleetx.fleet.planned_step import PlannedStep
+    from fleetx.planner.feeding import Feeding
+
+    return PlannedStep(step, planning, Feeding(step.model, loss_fn, compute=compute))
 
 
 def _call(model: nn.Module, inputs: Batch) -> Any:

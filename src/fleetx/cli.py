@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -221,7 +221,7 @@ def bench_memory(
         raise typer.BadParameter("fleetx bench memory needs a GPU, and this machine has none.")
     chosen = [(case, row) for case, row in memory.all_rows() if re.search(only or "", f"{row.batch} {row.name}")]
     path = out / "memory.json"
-    results: list[dict[str, Any]] = so_far(path, "rows") or []
+    results = memory.current(so_far(path, "rows") or [])
     for case, row in chosen:
         results = memory.merged(results, memory.described(case, row, memory.measure(case, row, "cuda")))
         print(f"{case.model} {row.batch} {row.name}: {_figure(results[-1].get('samples_per_s'))} samples/s", flush=True)
@@ -233,6 +233,31 @@ def bench_memory(
         for r in results
     ]
     _show(memory.WHAT, ("way", "batch", "samples/s", "peak GiB"), rows, path)
+
+
+@bench.command("plan")
+def bench_plan(
+    out: Annotated[Path, typer.Option(help="Where results are saved, and found again.")] = RESULTS,
+    only: Annotated[str | None, typer.Option(help="Only cases whose name contains this.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="Stop after so long; the next run goes on from there.")] = None,
+    compile: Annotated[bool, typer.Option(help="Compiled segments.")] = False,
+    tiny: Annotated[bool, typer.Option(help="Small models on a simulated device, on any machine.")] = False,
+) -> None:
+    """The planner: predicted against measured memory, and its plans against plans made by hand."""
+    import torch
+
+    from fleetx.bench import plan
+
+    if not tiny and not torch.cuda.is_available():
+        raise typer.BadParameter("fleetx bench plan needs a GPU, and this machine has none: add --tiny.")
+    try:
+        results, path, complete = plan.measure(out, tiny=tiny, only=only, seconds=seconds, compile=compile)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    heads = ("case", "micro-batch × k", "peak", "predicted", "samples/s", "of the best by hand")
+    _show(plan.TINY_WHAT if tiny else plan.WHAT, heads, plan.rows(results), path)
+    if not complete:
+        print("time is over: run the same command again to go on.")
 
 
 def _figure(value: float | None) -> str:

@@ -19,6 +19,11 @@ class HostValue:
             self._event = torch.cuda.Event()
             self._event.record()
 
+    @property
+    def on_device(self) -> bool:
+        """Whether the number comes from a GPU, so that reading it may wait."""
+        return self._event is not None
+
     def get(self) -> float:
         """The number; waits for the device if it is not there yet."""
         if self._event is not None:

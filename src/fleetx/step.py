@@ -8,17 +8,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fleetx import gradients
 from fleetx.amp.scaler import LossScaler
-from fleetx.comm import world
+from fleetx.comm import beats, world
+from fleetx.comm.guard import ParameterGuard
 from fleetx.nonfinite import NonFiniteWatch
 from fleetx.numbers import LOW_PRECISION, Number
 from fleetx.outcome import HostValue, Outcome, Stopwatch
 from fleetx.update import Updater
-from fleetx.window import Weighing, Window
+from fleetx.window import Merged, Weighing, Window
 
 NO_GRADIENT = (
     "the loss depends on no trainable parameter: it was computed under no_grad, detached, or everything is frozen. "
@@ -37,11 +37,14 @@ class TrainingStep:
     scaler: LossScaler | None
     clip_norm: float | None
     watch: NonFiniteWatch
+    guard: ParameterGuard | None = None
 
     def __post_init__(self) -> None:
         self.stopwatch = Stopwatch()
         # Whether nothing has been trained yet, here or in the run that was resumed.
         self.is_first = True
+        # Called when an update is complete: a planner looks at what it took.
+        self.on_update: list[Callable[[], None]] = []
 
     def minimize(
         self,
@@ -73,6 +76,7 @@ class TrainingStep:
         self, losses: Sequence[Tensor], weighing: Weighing, weight: Number, ends: bool, retain_graph: bool = False
     ) -> None:
         """Backward of the weighted `losses` of one micro-batch; reduces meanwhile if it ends the window."""
+        beats.beat()
         self.stopwatch.start()
         objective = sum(losses[1:], start=losses[0])
         if self.scaler is not None:
@@ -87,11 +91,23 @@ class TrainingStep:
         names: tuple[str, ...],
         samples: HostValue | None = None,
         observe: Callable[[Number], None] | None = None,
-        weighing: Weighing | None = None,
     ) -> Outcome:
         """Turn the window into one update: average and reduce, unscale, check, clip, update, clear."""
         try:
-            merged = self.window.merge(weighing)
+            merged = self.window.merge()
+        except BaseException as error:
+            self.window.fail(error)
+            raise
+        return self._update(merged, names, samples, observe)
+
+    def _update(
+        self,
+        merged: Merged,
+        names: tuple[str, ...],
+        samples: HostValue | None = None,
+        observe: Callable[[Number], None] | None = None,
+    ) -> Outcome:
+        try:
             # As a tensor: a window without any items is then 0/0, not finite, and skipped like any other.
             share = merged.divisor if merged.divisor else torch.zeros((), device=self.updater.device)
             losses = [loss / share for loss in merged.losses]
@@ -112,35 +128,45 @@ class TrainingStep:
         self.window.clear()
         self.is_first = False
         self.watch.record(self._unusable(finite, losses, scale))
+        if self.guard is not None:
+            self.guard.after_window()
+        seconds = self.stopwatch.lap()
+        for tell in self.on_update:
+            tell()
         return Outcome(
             loss=sum(losses[1:], start=losses[0]),
             losses=dict(zip(names, losses, strict=True)),
             closed=True,
             grad_norm=norm,
             lr=lr,
-            seconds=self.stopwatch.lap(),
+            seconds=seconds,
             _samples=samples,
             _finite=HostValue(finite),
             _scale=scale,
         )
 
+    @torch.no_grad()
     def flush(self) -> Outcome | None:
-        """Close a window that is not full, averaged by what it holds; None if no worker holds anything."""
-        held, by_items = self._held_by_anyone()
-        if not held:
-            return None
-        # A worker whose data ran out first adds nothing, but must divide as the others do.
-        return self.close(("loss",), weighing=self._weighing(1 if by_items else None))
+        """Close a window that is not full, averaged by what it holds; None if no worker holds anything.
 
-    def _held_by_anyone(self) -> tuple[bool, bool]:
-        """Whether any worker has a window in progress, and whether it counts items."""
-        held = self.window.held > 0
-        facts = [float(held), float(held and self.window.weighing.kind == "items")]
-        if world.size() > 1:
-            shared = torch.tensor(facts, device=self.updater.device)
-            dist.all_reduce(shared)
-            facts = shared.tolist()
-        return facts[0] > 0, facts[1] > 0
+        Workers may come here after different numbers of windows: those whose data has ended first take part in the
+        windows of the others, without adding anything, until all are here.
+        """
+        outcome = None
+        if world.size() == 1 and not self.window.held:
+            return None
+        while True:
+            try:
+                merged = self.window.merge(self._weighing(None), leaving=True)
+            except BaseException as error:
+                self.window.fail(error)
+                raise
+            if merged.holding:
+                outcome = self._update(merged, ("loss",))
+            self.window.clear()
+            beats.beat()
+            if merged.leaving == world.size():
+                return outcome
 
     def _weighing(self, items: Number | None) -> Weighing:
         if isinstance(items, Tensor):

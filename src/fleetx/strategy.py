@@ -100,6 +100,12 @@ class RecomputeConfigs(Configs):
     enable_offload = Bool(False)  # the checkpoints wait in pinned host memory
     checkpoint_shape = ListOf(Int(1, at_least=1))  # Fleet needs it; here any shapes work
     memory_budget = OrNone(ByteSize("30GiB"))  # with "auto": the most memory a step may take
+    global_batch = OrNone(Int(256, at_least=1))  # with "auto": samples of an update, which the planner then cuts
+    oom_retry = Bool(False)  # with "auto": a step that runs out of memory is done again with a smaller plan
+
+    def in_force(self) -> dict[str, object]:
+        """Without the retry where nobody asked for it."""
+        return {name: value for name, value in super().in_force().items() if name != "oom_retry" or value}
 
 
 class GradientMergeConfigs(Configs):
@@ -335,6 +341,12 @@ def _contradictions(strategy: DistributedStrategy) -> Iterator[str]:
         yield from _amp_contradictions(strategy.amp_configs)
     if strategy.recompute:
         yield from _recompute_contradictions(strategy.recompute_configs)
+        if strategy.gradient_merge and strategy.recompute_configs.global_batch is not None:
+            yield (
+                "recompute_configs.global_batch lets the planner cut batches, and must not be set while gradient_merge "
+                f"cuts them into k_steps, got {strategy.recompute_configs.global_batch}; set gradient_merge = False, "
+                "or global_batch = None"
+            )
     if strategy.build_strategy.sync_batch_norm and not strategy.sync_batch_norm:
         yield "build_strategy.sync_batch_norm must not be on alone, got True; set strategy.sync_batch_norm"
     if strategy.dgc and not strategy.dgc_configs.sparsity:
@@ -373,8 +385,13 @@ def _recompute_contradictions(recompute: RecomputeConfigs) -> Iterator[str]:
             "recompute_configs.checkpoints must say where the model is cut while recompute is on, got []; "
             'write names or globs of modules such as ["encoder.layer.*"], or "auto"'
         )
-    if recompute.memory_budget is not None and recompute.checkpoints != "auto":
-        yield (
-            'recompute_configs.memory_budget must only be set with checkpoints = "auto", '
-            f'got {recompute.memory_budget!r}; set checkpoints = "auto", or memory_budget = None'
-        )
+    if recompute.checkpoints != "auto":
+        for name in ("memory_budget", "global_batch", "oom_retry"):
+            if recompute[name] not in (None, False):
+                yield (
+                    f'recompute_configs.{name} must only be set with checkpoints = "auto", '
+                    f'got {recompute[name]!r}; set checkpoints = "auto", or {name} = {getattr(_UNSET, name)}'
+                )
+
+
+_UNSET = RecomputeConfigs()

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fleetx.comm import world
+from fleetx.comm import stopping, world
 from fleetx.comm.agreement import require_agreement
 from fleetx.comm.reducer import Reducer, ReducerSettings, require_dense
 from fleetx.names import label
@@ -45,6 +45,9 @@ class Merged:
     grads: list[Tensor]
     divisor: Number
     losses: list[Tensor]
+    # How many workers held micro-batches, and how many have come to the end of their data.
+    holding: Number = 1
+    leaving: Number = 0
 
 
 class Window:
@@ -58,6 +61,7 @@ class Window:
         # What else all workers must agree on, in words.
         self._terms = terms
         self._reducer: Reducer | None = None
+        self._is_new = True
         self._failure: BaseException | None = None
         self.reductions = 0
         # Called when a window has got its first micro-batch's forward, and when it is over: a checkpoint listens.
@@ -111,25 +115,34 @@ class Window:
         if not ends:
             self._marks = [_mark(parameter) for parameter in self._members]
 
-    def merge(self, weighing: Weighing | None = None) -> Merged:
+    def merge(self, weighing: Weighing | None = None, leaving: bool = False) -> Merged:
         """The sums over micro-batches and workers. All workers must call it, also one that holds nothing.
 
-        The one that holds nothing says by `weighing` how the others weigh.
+        That one says by `weighing` how windows are weighed where nobody counts items. `leaving` tells the others that
+        this worker's data has come to its end.
         """
         if self.held == 0:
             self._begin(weighing or Weighing())
         elif self._marks:
             self._require_untouched()
         if world.size() == 1:
+            stopping.note_alone()
             grads = [require_dense(p, p.grad) for p in self._members if p.grad is not None]
-            return Merged(grads, self._divisor(self.weight), self.losses)
+            return Merged(grads, self._divisor(self.weight), self.losses, int(self.held > 0), int(leaving))
         if not self._has_left:
-            with self._reducing():
+            with self._reducing(leaving):
                 pass
         assert self._reducer is not None
-        weight, *losses = self._reducer.finish()
-        self.reductions += 1
-        return Merged(self._reducer.payloads, self._divisor(weight), losses)
+        weight, holding, by_items, left, stop, *losses = self._reducer.finish()
+        stopping.note(stop)
+        if self._is_new:
+            _require_one_weighing(holding, by_items)
+            self._is_new = False
+        if self.held == 0 and by_items.item() > 0:
+            self.weighing = Weighing("items")
+        # Workers that have nothing left meet once more, to learn that all are done.
+        self.reductions += 1 if self.held or holding.item() > 0 else 0
+        return Merged(self._reducer.payloads, self._divisor(weight), losses, holding, left)
 
     def clear(self) -> None:
         """Forget the micro-batches. Gradients stay readable until the next window begins."""
@@ -161,6 +174,12 @@ class Window:
         if world.size() > 1:
             self._failure = error
             self._reducer = None
+
+    def start_over(self) -> None:
+        """Forget a window that all workers gave up together, before any gradient had left."""
+        self.discard()
+        self._failure = None
+        self._reducer = None  # on all workers alike: they compare what they reduce when they make it anew
 
     def state_dict(self, copy: bool = True) -> dict[str, Any]:
         """This worker's part of a window in progress; without `copy` its tensors are the window's own."""
@@ -245,13 +264,14 @@ class Window:
                 )
 
     @contextmanager
-    def _reducing(self) -> Generator[None]:
+    def _reducing(self, leaving: bool = False) -> Generator[None]:
         """Gradients that arrive inside leave for the other workers at once."""
         # A worker whose data ran out first joins the others with nothing to add.
         losses = self.losses or [torch.zeros(())]
         # Counts of different workers have different units, so these are taken back before the sum.
         prescale = self.weighing.unit if self.weighing.kind == "items" else 1.0
-        extras = [self.weight, *(loss * prescale for loss in losses)]
+        facts = (self.held > 0, self.held > 0 and self.weighing.kind == "items", leaving, stopping.is_wanted())
+        extras = [self.weight, *map(float, facts), *(loss * prescale for loss in losses)]
         with self._fitting_reducer(len(extras)).overlapping(extras, prescale):
             yield
         self._has_left = True
@@ -271,7 +291,8 @@ class Window:
         reducer = self._reducer
         if reducer is None or reducer.extras != extras or not _same(reducer.parameters, self._members):
             shapes = [f"{label(p)} {tuple(p.shape)} {p.dtype}" for p in self._members]
-            terms = [self._terms, f"{self._settings}", f"losses {extras - 1}", f"weighing {self.weighing.kind}"]
+            terms = [self._terms, f"{self._settings}", f"numbers {extras}"]
+            self._is_new = True
             require_agreement([*terms, *shapes], self._members[0].device, "what a window reduces")
             reducer = self._reducer = Reducer(self._members, extras, self._settings)
         return reducer
@@ -281,6 +302,15 @@ def _mark(parameter: Tensor) -> tuple[int, int]:
     """Changes whenever a gradient is replaced or written."""
     grad = parameter.grad
     return (0, 0) if grad is None else (id(grad), grad._version)
+
+
+def _require_one_weighing(holding: Tensor, by_items: Tensor) -> None:
+    """Asked once for each layout of messages, since the answer waits for the device."""
+    if by_items.item() not in (0, holding.item()):
+        raise ValueError(
+            f"{by_items.item():.0f} of {holding.item():.0f} workers gave items= to minimize, and the others did not: "
+            "the workers differ in what a window reduces. Give it on all workers or on none."
+        )
 
 
 def _same(first: list[Tensor], second: list[Tensor]) -> bool:

@@ -3,16 +3,21 @@
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 
 
-def start(script, *args, workers=1, launcher="fleetrun", timeout=180, env=None, check=True):
+def start(script, *args, workers=1, launcher="fleetrun", timeout=180, env=None, check=True, options=()):
     """Run `script` on `workers` processes; gives the completed process with its output as text."""
+    if launcher == "fleetrun" and "--log_dir" not in options:
+        with tempfile.TemporaryDirectory() as logs:
+            options = [*options, "--log_dir", logs]
+            return start(script, *args, workers=workers, timeout=timeout, env=env, check=check, options=options)
     command = [sys.executable]
     if launcher == "fleetrun":
-        command += ["-m", "fleetx.launch", "--nproc_per_node", str(workers)]
+        command += ["-m", "fleetx.launch", "--nproc_per_node", str(workers), *map(str, options)]
     elif launcher == "torchrun":
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(workers)]
     else:

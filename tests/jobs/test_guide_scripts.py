@@ -71,7 +71,10 @@ def run(name, folder, replacing, *arguments, after="", **environment):
     script = folder / name
     script.write_text(BEFORE + text + after + AFTER, encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, "-m", "fleetx.launch", "--devices", "cpu,cpu", str(script), *arguments],
+        [
+            *(sys.executable, "-m", "fleetx.launch", "--devices", "cpu,cpu", "--log_dir", str(folder / "log")),
+            *(str(script), *arguments),
+        ],
         capture_output=True,
         text=True,
         timeout=800,

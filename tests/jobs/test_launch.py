@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -25,13 +26,15 @@ Path(sys.argv[1], f"{fleet.worker_index()}.json").write_text(json.dumps(report))
 """
 
 FAILS = """
-import sys, time
+import atexit, sys, time
+atexit.register(time.sleep, 2)  # the last of the exit functions: connections are closed by then
 from fleetx import fleet
 fleet.init()
 if fleet.worker_index() == 1:
     print("about to fail", file=sys.stderr)
+    open(sys.argv[1], "w").write(str(time.time()))
     sys.exit(37)
-time.sleep(60)
+fleet.barrier_worker()
 """
 
 DIES = """
@@ -74,7 +77,10 @@ def test_workers_know_each_other_and_their_arguments(script, tmp_path):
         assert report["FLAGS_selected_gpus"] == str(rank)
         assert report["argv"] == [str(path), str(tmp_path), "--lr", "0.1"]
         assert (report["main"], report["path"]) == ("__main__", str(tmp_path))
-    assert "-----------  Configuration Arguments -----------\nnproc_per_node: 2\n" in done.stdout
+    assert done.stdout.startswith(
+        "-----------  Configuration Arguments -----------\ngpus: None\nheter_worker_num: None\n"
+    )
+    assert "\nnproc_per_node: 2\n" in done.stdout
     assert done.stdout.count("Distributed Envs") == 1
 
 
@@ -86,10 +92,11 @@ def test_scripts_run_under_torchrun_and_alone(script, tmp_path, launcher):
     assert [report["num"] for report in reports] == [workers] * workers
 
 
-def test_the_launcher_ends_with_the_failing_workers_code(script):
-    began = time.monotonic()
-    done = start(script(FAILS), workers=2, check=False)
-    assert time.monotonic() - began < 40  # the other worker, asleep for a minute, was stopped
+def test_the_launcher_ends_with_the_failing_workers_code(script, tmp_path):
+    done = start(script(FAILS), tmp_path / "failed", workers=2, check=False)
+    assert (
+        time.time() - float((tmp_path / "failed").read_text()) < 5
+    )  # the other worker, asleep for a minute, was stopped
     assert done.returncode == 37
     assert "about to fail" in done.stderr
     assert done.stderr.rstrip().splitlines()[-1].startswith("fleetrun: worker 1 failed with exit code 37")
@@ -98,7 +105,7 @@ def test_the_launcher_ends_with_the_failing_workers_code(script):
 def test_a_signal_is_named(script):
     done = start(script(DIES), workers=2, check=False)
     assert done.returncode == 128 + signal.SIGKILL
-    assert "fleetrun: worker 0 was ended by SIGKILL." in done.stderr
+    assert "fleetrun: worker 0 was ended by SIGKILL (host " in done.stderr
 
 
 def test_a_traceback_reaches_the_console(script):
@@ -107,41 +114,174 @@ def test_a_traceback_reaches_the_console(script):
     assert "KeyError: 'what went wrong'" in done.stderr
 
 
+STUBBORN = """
+import os, signal, sys, time
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
+child = os.fork()
+if child == 0:
+    os.setpgid(0, os.getpgid(os.getppid()))
+    time.sleep(600)
+open(sys.argv[1] + os.environ["RANK"], "w").write(f"{os.getpid()} {child}")
+time.sleep(600)
+"""
+
+POLITE = """
+import os, sys, time
+open(sys.argv[1] + os.environ["RANK"], "w").write(f"{os.getpid()}")
+time.sleep(600)
+"""
+
+
+class Running:
+    """A job that is alive, whose workers write their process ids."""
+
+    def __init__(self, path, folder, *options):
+        command = [sys.executable, "-m", "fleetx.launch", "--nproc_per_node", "2", "--log_dir", str(folder / "log")]
+        command += [*options, str(path), str(folder / "pid")]
+        self.files = [folder / "pid0", folder / "pid1"]
+        self.launcher = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def wait_for_workers(self):
+        deadline = time.monotonic() + 60
+        while not all(file.exists() and file.read_text() for file in self.files):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def end(self):
+        self.errors = self.launcher.communicate(timeout=60)[1]
+        return self.launcher.returncode
+
+    def survivors(self):
+        """Processes that have not gone within some seconds; those that wait to be reaped are gone."""
+        pids = [int(pid) for file in self.files if file.exists() for pid in file.read_text().split()]
+        deadline = time.monotonic() + 5
+        while (alive := [pid for pid in pids if is_alive(pid)]) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return alive
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def test_ctrl_c_ends_the_workers(script, tmp_path):
-    path = script(
-        "import os, sys, time\nopen(sys.argv[1] + os.environ['RANK'], 'w').write(str(os.getpid()))\ntime.sleep(60)"
-    )
-    command = [sys.executable, "-m", "fleetx.launch", "--nproc_per_node", "2", str(path), str(tmp_path / "pid")]
-    launcher = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    pids = [tmp_path / "pid0", tmp_path / "pid1"]
+    job = Running(script(POLITE), tmp_path)
+    job.wait_for_workers()
+    job.launcher.send_signal(signal.SIGINT)
+    assert job.end() == 128 + signal.SIGINT
+    assert job.errors.rstrip().endswith("fleetrun: stopped by SIGINT.")
+    assert job.survivors() == []
+
+
+def test_a_second_signal_ends_workers_that_will_not_go_with_all_they_have_started(script, tmp_path):
+    job = Running(script(STUBBORN), tmp_path)
+    job.wait_for_workers()
+    job.launcher.send_signal(signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        job.launcher.wait(timeout=1)
+    job.launcher.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    assert job.end() == 128 + signal.SIGTERM
+    assert time.monotonic() - began < 5
+    assert job.survivors() == []
+
+
+def test_a_signal_before_there_are_workers_is_not_lost(script, tmp_path):
+    job = Running(script(POLITE), tmp_path)
     deadline = time.monotonic() + 60
-    while not all(pid.exists() and pid.read_text() for pid in pids):
+    while not Path(f"/proc/{job.launcher.pid}/task/{job.launcher.pid}/children").read_text():
         assert time.monotonic() < deadline
-        time.sleep(0.1)
-    launcher.send_signal(signal.SIGINT)
-    launcher.communicate(timeout=60)
-    assert launcher.returncode == 128 + signal.SIGINT
-    for pid in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(pid.read_text()), 0)
+        time.sleep(0.01)
+    job.launcher.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    assert job.end() == 128 + signal.SIGTERM
+    assert time.monotonic() - began < 5
+    assert not any(file.exists() for file in job.files)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["no_such_script.py"], "the script 'no_such_script.py' does not exist"),
-        (["--nproc_per_node", "0", "x.py"], "must be a whole number of at least 1, not '0'"),
-        (["--nproc_per_node", "two", "x.py"], "not 'two'"),
-        ([], "required: script"),
-    ],
-)
-def test_wrong_arguments_are_named(arguments, message, capsys):
-    from fleetx.launch.__main__ import main
+def test_nothing_outlives_a_launcher_that_is_killed(script, tmp_path):
+    job = Running(script(STUBBORN), tmp_path)
+    job.wait_for_workers()
+    job.launcher.kill()
+    job.end()
+    assert job.survivors() == []
 
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
+
+RESTARTED = """
+import os, sys, time
+from pathlib import Path
+attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+print(f"attempt {attempt} of worker {rank}")
+if attempt == "0" and rank == "1":
+    import atexit
+    atexit.register(time.sleep, 60)
+    Path(sys.argv[1]).write_text(str(time.time()))
+    raise OSError("the first attempt fails")
+if attempt == "0":
+    time.sleep(60)
+print("half a line", end="")
+sys.exit(7 if rank == "1" else 0)
+"""
+
+
+def test_restarts_keep_all_logs_and_end_with_the_last_cause(script, tmp_path):
+    options = ["--max_restart", "1", "--log_dir", tmp_path / "log"]
+    done = start(
+        script(RESTARTED), tmp_path / "failed", workers=2, check=False, options=options, env={"HIDDEN": "xyzzy42"}
+    )
+    assert done.returncode == 7
+    lines = done.stderr.splitlines()
+    restart = next(line for line in lines if line.endswith("This is restart 1 of 1."))
+    assert "worker 1 failed with exit code 1 (host " in restart
+    assert "OSError: the first attempt fails" in restart
+    assert lines[-1].startswith("fleetrun: worker 1 failed with exit code 7 (host ")
+    assert done.stderr.count("Traceback (most recent call last)") == 1
+    assert "launch" not in done.stderr.split("Traceback")[1].split("OSError")[0]  # only the script's own frames
+    for rank in range(2):
+        log = (tmp_path / "log" / f"workerlog.{rank}").read_text()
+        assert (
+            log.index(f"attempt 0 of worker {rank}")
+            < log.index("===== job ")
+            < log.index(f"attempt 1 of worker {rank}")
+        )
+    shown = [line for line in done.stdout.splitlines() if line.startswith("[worker 0] ")]
+    assert "[worker 0] attempt 0 of worker 0" in shown
+    assert shown[-1] == "[worker 0] half a line"
+    assert "worker 1" not in done.stdout
+    assert all("xyzzy42" not in path.read_text() for path in tmp_path.rglob("*") if path.is_file())
+
+
+FRESH = """
+import os, sys, numpy, random
+from pathlib import Path
+Path(sys.argv[1], os.environ["RANK"]).write_text(f"{numpy.random.rand()} {random.random()}")
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["--fresh_workers"]], ids=["forked", "fresh"])
+def test_workers_draw_random_numbers_of_their_own(script, tmp_path, options):
+    start(script(FRESH), tmp_path, workers=2, options=options)
+    first, second = ((tmp_path / str(rank)).read_text().split() for rank in range(2))
+    assert not set(first) & set(second)
+
+
+def test_a_worker_of_slurm_joins_by_its_environment(script, tmp_path):
+    environment = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost"}
+    environment |= {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_TASKS_PER_NODE": "2"}
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, str(script(REPORTS)), str(tmp_path)],
+            env={**os.environ, **environment, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    assert [task.wait(timeout=100) for task in tasks] == [0, 0]
+    reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert [(report["index"], report["num"], report["LOCAL_RANK"]) for report in reports] == [(0, 2, "0"), (1, 2, "1")]
 
 
 def test_different_models_on_the_workers_are_refused(script):

@@ -14,7 +14,9 @@ def walk(chain, choice):
     """Peak, host bytes, seconds, and whether nothing waits for a copy; None for figures that do not matter then."""
     options = [stage.options[number] for stage, number in zip(chain.stages, choice, strict=True)]
     base = sum(chain.fixed.values())
-    on_device, peak, on_host, seconds, window = base, base + chain.update_bytes, 0, 0, 0
+    gradients = list(chain.gradients or [0] * (len(options) + 1))
+    on_device, on_host, seconds, window = base, 0, 0, 0
+    peak = base + chain.update_bytes + sum(gradients)
     residents, leaving, before = [], 0, None
     forwards = [stage.forward_seconds for stage in chain.stages] + [chain.tail_forward_seconds]
     for number, option in enumerate(options):
@@ -31,18 +33,19 @@ def walk(chain, choice):
         if on_host > chain.bandwidth * window:
             return None
         before = option
+    on_device += gradients.pop()
     peak = max(peak, on_device + chain.tail_bytes + leaving)
     seconds += chain.tail_forward_seconds + chain.tail_backward_seconds
     lasting = chain.tail_backward_seconds
     for number in reversed(range(len(options))):
         if options[number].sent > chain.bandwidth * lasting:
             return None
-        on_device -= residents[number]
+        on_device += gradients.pop() - residents[number]
         coming = options[number - 1].sent if number else 0
         peak = max(peak, on_device + options[number].backward_bytes + coming)
         lasting = options[number].seconds
         seconds += lasting
-    assert on_device == base
+    assert on_device == base + sum(chain.gradients)
     return peak, on_host, seconds
 
 
@@ -88,6 +91,9 @@ def chains(draw, most_segments=6, most_options=4):
         tail_backward_seconds=draw(st.integers(0, 5)),
         update_bytes=draw(small),
         bandwidth=draw(st.sampled_from([0, 1, 2, 100])),
+        gradients=tuple(draw(st.lists(small, min_size=len(order) + 1, max_size=len(order) + 1)))
+        if draw(st.booleans())
+        else (),
     )
 
 

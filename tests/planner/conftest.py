@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 
 from fleetx.memory import offload
@@ -15,10 +13,3 @@ def _own_cache(tmp_path, monkeypatch):
 def _move_small_tensors(monkeypatch):
     """The tests' models are tiny: everything is worth moving."""
     monkeypatch.setattr(offload, "SMALLEST", 1)
-
-
-def pytest_collection_modifyitems(items):
-    """Everything here belongs to the full tier for now."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.full)

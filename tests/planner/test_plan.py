@@ -284,6 +284,41 @@ def test_the_last_segment_is_never_sent_away():
     assert [any(o.sent for o in stage.options) for stage in chain.stages] == [True, True, False]
 
 
+@pytest.mark.parametrize("question", [{"one_forward": True}, {}, {"k_steps": 4}])
+def test_planning_two_hundred_segments_takes_about_two_seconds(question):
+    profile = replace(transformer(200, scale=8), gradient_parts=(6 * 2**20,) * 201)
+    began = time.process_time()
+    plan = plan_for(profile, memory=16 * GIB, global_batch=256, curve=False, **question)
+    assert time.process_time() - began < 4  # twice what it takes on an idle machine
+    assert plan.peak <= 16 * GIB
+    assert plan.is_exact or "faster might exist" in " ".join(plan.notes)
+
+
+def test_an_only_micro_batch_has_its_gradients_late():
+    """They come into being while activations go: before the backward there are none."""
+    profile = transformer(4)
+    parts = (profile.fixed["gradients"] // 5,) * 5
+    whole = plan_for(profile, memory=64 * GIB, global_batch=64, one_forward=True, curve=False)
+    late = plan_for(
+        replace(profile, gradient_parts=parts), memory=64 * GIB, global_batch=64, one_forward=True, curve=False
+    )
+    assert late.gradients_come_late
+    assert not whole.gradients_come_late
+    assert late.peak == whole.peak - 4 * parts[0]  # the tail's are there at the turn
+    merged = plan_for(replace(profile, gradient_parts=parts), memory=8 * GIB, global_batch=64, k_steps=16, curve=False)
+    assert merged.peak_by_kind["gradients"] == profile.fixed["gradients"]
+    assert Plan.from_json(late.to_json()) == late
+
+
+@pytest.mark.parametrize("k_steps", [1, 3, 7])
+def test_a_given_number_of_micro_batches_is_kept(k_steps):
+    plan = plan_for(transformer(4), memory=16 * GIB, global_batch=50, k_steps=k_steps, curve=False)
+    assert (plan.micro_batch, plan.k_steps) == (math.ceil(50 / k_steps), k_steps)
+    with pytest.raises(DoesNotFit) as caught:
+        plan_for(transformer(4), memory=6 * GIB, global_batch=5000, k_steps=k_steps)
+    assert ("by a larger k_steps" in str(caught.value)) == (k_steps > 1)
+
+
 def test_planning_bert_large_for_a_large_batch_is_quick():
     began = time.process_time()
     plan = plan_for(transformer(), memory=32 * GIB, global_batch=4096)

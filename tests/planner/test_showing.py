@@ -8,9 +8,9 @@ from typer.testing import CliRunner
 
 from fleetx.planner.command import plan_command
 from fleetx.planner.picture import draw_plan
-from fleetx.planner.plan import Plan
+from fleetx.planner.plan import Moment, Plan
+from fleetx.planner.samples import application
 from fleetx.planner.search import plan_for
-from fleetx.planner.verify import Moment
 from tests.planner.profiles import transformer
 
 GIB = 2**30
@@ -53,7 +53,7 @@ def test_the_picture_is_drawn_with_and_without_measurements(tmp_path):
     moments = [Moment(name, "forward", 5 * GIB, 6 * GIB) for name in (*plan.names, "tail")]
     moments += [Moment(name, "backward", 5 * GIB, 6 * GIB) for name in reversed(plan.names)]
     moments.append(Moment("end", "backward", GIB, 6 * GIB))
-    draw_plan(plan.with_measurement(6 * GIB, plan.seconds), path, moments)
+    draw_plan(plan.with_measurement(6 * GIB, plan.seconds, tuple(moments)), path)
     assert path.stat().st_size != without
 
 
@@ -64,6 +64,7 @@ def test_a_model_of_the_users_own_is_planned_from_the_command_line(app, maker, t
     assert "global batch 64" in done.output
     plan = Plan.load(tmp_path / "plan.json")
     assert plan.verified
+    assert max(moment.peak for moment in plan.moments) == plan.measured.peak
     assert (tmp_path / "plan.png").exists()
     done = runner.invoke(app, [maker, *options, "--json"])
     assert json.loads(done.stdout)["global_batch"] == 64
@@ -92,7 +93,5 @@ def test_wrong_arguments_are_explained(app, maker, arguments, message):
 
 
 def test_the_applications_samples_can_be_fed_to_them():
-    from fleetx.planner.command import _application
-
-    model, sample = _application("resnet50", 512, 32)
+    model, sample = application("resnet50", 512, 32)
     assert torch.isfinite(model(**sample)["loss"])

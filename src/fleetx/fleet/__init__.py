@@ -8,6 +8,7 @@ from fleetx.fleet.job import (
     worker_index,
     worker_num,
 )
+from fleetx.fleet.leaving import alive, evenly, stop_requested
 from fleetx.fleet.model import distributed_model
 from fleetx.fleet.optimizer import DistributedOptimizer, distributed_optimizer
 from fleetx.strategy import BuildStrategy, DistributedStrategy, ExecutionStrategy
@@ -17,12 +18,15 @@ __all__ = [
     "DistributedOptimizer",
     "DistributedStrategy",
     "ExecutionStrategy",
+    "alive",
     "barrier_worker",
     "distributed_model",
     "distributed_optimizer",
+    "evenly",
     "init",
     "is_first_worker",
     "shutdown",
+    "stop_requested",
     "worker_index",
     "worker_num",
 ]

@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 
 from fleetx.comm import world
+from fleetx.fleet.slurm import slurm_environment
 
 _started_here = False
 
 
 def init(is_collective: bool = True, *, backend: str | None = None, adopt: bool = False) -> None:
-    """Join the workers that fleetrun or torchrun started; started alone, be a world of one.
+    """Join the workers that fleetrun, torchrun or srun started; started alone, be a world of one.
 
     `backend` is torch.distributed's; left out, tensors on a GPU travel by NCCL and those of the host by gloo.
     `adopt=True` uses a process group that other code has brought up. Calling it again changes nothing.
@@ -29,6 +30,8 @@ def init(is_collective: bool = True, *, backend: str | None = None, adopt: bool 
             "start it and will not replace it. Call fleet.init() before any other code starts torch.distributed, "
             "or fleet.init(adopt=True) to train in that group."
         )
+    if "RANK" not in os.environ:
+        os.environ.update(slurm_environment(os.environ))
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return
     if torch.cuda.is_available():

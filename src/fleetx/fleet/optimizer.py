@@ -3,7 +3,7 @@
 import atexit
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from fleetx.amp import LossScaler, low_dtype
 from fleetx.comm import world
+from fleetx.comm.guard import ParameterGuard
 from fleetx.comm.reducer import ReducerSettings
 from fleetx.fleet import checks, oom
 from fleetx.fleet.model import require_joined, runnable
@@ -24,6 +25,10 @@ from fleetx.strategy import DistributedStrategy
 from fleetx.update import Updater
 from fleetx.window import Window
 
+if TYPE_CHECKING:
+    from fleetx.fleet.planning import Planning
+    from fleetx.planner import Plan
+
 
 def distributed_optimizer(
     optimizer: Optimizer,
@@ -32,15 +37,22 @@ def distributed_optimizer(
     *,
     clip_norm: float | None = None,
     nonfinite_limit: int = 10,
+    compare_every: int = 100,
 ) -> "DistributedOptimizer":
     """Wrap a torch optimizer as the strategy says.
 
     `lars` and `lamb` replace it and share its groups, so that schedulers made for it keep working. `scheduler` is
     stepped once per window. `clip_norm` limits the norm of all gradients together. After `nonfinite_limit` windows
-    in a row without a finite loss or gradient the run stops with an error.
+    in a row without a finite loss or gradient the run stops with an error. After every `compare_every` windows the
+    workers make sure that they hold the same weights; 0 leaves that out.
     """
     return DistributedOptimizer(
-        optimizer, strategy, scheduler=scheduler, clip_norm=clip_norm, nonfinite_limit=nonfinite_limit
+        optimizer,
+        strategy,
+        scheduler=scheduler,
+        clip_norm=clip_norm,
+        nonfinite_limit=nonfinite_limit,
+        compare_every=compare_every,
     )
 
 
@@ -55,6 +67,7 @@ class DistributedOptimizer(Optimizer):
         scheduler: Any | None = None,
         clip_norm: float | None = None,
         nonfinite_limit: int = 10,
+        compare_every: int = 100,
     ) -> None:
         # Optimizer.__init__ is not called: groups and state are those of the wrapped one. Everything is checked before
         # anything is changed, so that a call that failed can be repeated.
@@ -67,14 +80,20 @@ class DistributedOptimizer(Optimizer):
         checks.require_scheduler_of(optimizer, scheduler)
         checks.require_positive("clip_norm", clip_norm)
         watch = NonFiniteWatch(nonfinite_limit)
+        guard = ParameterGuard(compare_every)
         self.strategy = strategy
         self.inner = _replacement(optimizer, strategy)
         self.engine = _engine(self.inner, strategy, scheduler, clip_norm, watch)
+        self.engine.guard = guard
+        guard.watch(self.engine.updater.parameters)
         if strategy.compile:
             self.engine.updater.compile()
         # A schedule made for this object moves after the first window, updated or skipped: torch need not warn.
         self._opt_called = True
         self._checked_alone = False
+        self.planning = _planning(self.engine.updater.parameters(), strategy)
+        if self.planning is not None:
+            self.planning.attach(self)
         strategy.freeze("fleet.distributed_optimizer")
         atexit.register(_mention_open_window, weakref.ref(self))
 
@@ -161,7 +180,8 @@ class DistributedOptimizer(Optimizer):
     def flush(self) -> Outcome | None:
         """Update with what a short last window holds, averaged by that; None if it holds nothing on any worker.
 
-        All workers must call it, after the same number of full windows: at the end of an epoch, say.
+        All workers must call it, at the end of an epoch, say. A worker that has had fewer batches than the others waits
+        here and takes part in their windows without adding anything, so that all end the epoch together.
         """
         return self.engine.flush()
 
@@ -190,10 +210,15 @@ class DistributedOptimizer(Optimizer):
         """The present loss scale; 1 without scaling."""
         return 1.0 if self.engine.scaler is None else self.engine.scaler.scale
 
+    @property
+    def plan(self) -> "Plan | None":
+        """What the planner chose with the first batch, where checkpoints = "auto" leaves the choice to it."""
+        return None if self.planning is None else self.planning.plan
+
     def overview(self) -> str:
-        """The strategy as used, and what each exclusion pattern took."""
+        """The strategy as used, what each exclusion pattern took, and the plan."""
         tables = [self.inner.exclusion_table()] if isinstance(self.inner, Lars | Lamb | Muon) else []
-        return "\n".join([str(self.strategy), *tables])
+        return "\n".join([str(self.strategy), *tables, *([] if self.plan is None else [str(self.plan)])])
 
     @property
     def trust_ratios(self) -> TrustRatios | None:
@@ -306,6 +331,15 @@ def _mention_open_window(reference: "weakref.ref[DistributedOptimizer]") -> None
             f"the run ended with {optimizer.micro_batches_held} micro-batches in an open window, which moved nothing: "
             "call optimizer.flush() at the end.",
         )
+
+
+def _planning(parameters: list[Tensor], strategy: DistributedStrategy) -> "Planning | None":
+    """That of the model with these parameters, if the planner decides for it."""
+    if not strategy.recompute or strategy.recompute_configs.checkpoints != "auto":
+        return None
+    from fleetx.fleet.planning import plannings_with  # the planner, which most runs do without
+
+    return next(plannings_with(parameters), None)
 
 
 def _replacement(optimizer: Optimizer, strategy: DistributedStrategy) -> Optimizer:

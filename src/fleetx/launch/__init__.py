@@ -1,1 +1,1 @@
-"""fleetrun: starts the workers of a job, on torch's elastic agent."""
+"""fleetrun: starts the workers of a job, watches them, restarts them, and says what went wrong."""

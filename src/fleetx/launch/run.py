@@ -1,67 +1,108 @@
-"""Starts workers, waits for them, and tells which one failed first."""
+"""From options to an exit code."""
 
-import os
-import signal
-import sys
-import tempfile
+import socket
+import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-BANNER = "-----------  Configuration Arguments -----------"
+from fleetx.launch.banner import configuration
+from fleetx.launch.crew import Crew, CrewSettings
+from fleetx.launch.gathering import Gathering
+from fleetx.launch.job import Job, JobSettings
+from fleetx.launch.joining import join
+from fleetx.launch.network import LOOPBACK, host_name, interface_of, is_here
+from fleetx.launch.options import Options
+from fleetx.launch.roster import Roster
+from fleetx.launch.say import LaunchError, say
+from fleetx.launch.secret import read_secret
+from fleetx.launch.stopping import Stopping
 
 
 def launch(command: Sequence[str], *, workers: int, environment: Mapping[str, str] | None = None) -> int:
-    """Run a script (or `-m module`) with its arguments on `workers` processes; gives the exit code to pass on."""
-    os.environ.update(environment or {})
+    """Run a script (or `-m module`) with its arguments on `workers` processes of this machine; gives the exit code.
+
+    Worker 0 prints where the caller does, and nothing is kept of what the others print unless one fails.
+    """
     print(configuration({"nproc_per_node": workers, "script": " ".join(command)}), flush=True)
-    # Workers that each start a thread per core would fight over the cores.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
-    with tempfile.TemporaryDirectory(prefix="fleetrun-") as scratch:
-        return _launch(command, workers, scratch)
+    crew = CrewSettings(list(command), workers, host_name(), log_dir=None, environment=dict(environment or {}))
+    return _run_alone(crew, JobSettings(job_id=uuid.uuid4().hex[:8], progress_limit=0))
 
 
-def _launch(command: Sequence[str], workers: int, scratch: str) -> int:
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=workers,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        monitor_interval=0.1,
-        start_method="spawn",
-        # torch keeps workers' error files there, and would leave its own folder behind.
-        logs_specs=DefaultLogsSpecs(log_dir=scratch),
+def run(options: Options) -> int:
+    """Run a job as the command line says; gives the exit code."""
+    print(configuration(options.banner()), flush=True)
+    crew = CrewSettings(
+        command=options.command,
+        workers=options.workers,
+        host=host_name(),
+        log_dir=options.log_dir,
+        environment=options.devices.environment() if options.devices else {},
+        fresh=options.fresh_workers,
+        warm=options.workers > 1 or options.max_restart > 0,
     )
     try:
-        elastic_launch(config, sys.executable)("-m", "fleetx.launch.worker", *command)
-    except ChildFailedError as failure:
-        return _explain(failure)
-    except SignalException as stopped:
-        return 128 + stopped.sigval
-    return 0
+        return _run_alone(crew, _job(options)) if options.alone else _run_among_many(options, crew)
+    except (LaunchError, ValueError) as error:
+        say(str(error))
+        return 1
 
 
-def configuration(arguments: dict[str, object]) -> str:
-    """The guide's block of arguments."""
-    lines = [f"{name}: {value}" for name, value in arguments.items()]
-    return "\n".join([BANNER, *lines, "-" * len(BANNER)])
+def _job(options: Options) -> JobSettings:
+    job_id = options.job_id or uuid.uuid4().hex[:8]
+    return JobSettings(job_id, options.max_restart, options.progress_timeout, options.stop_timeout)
 
 
-def _explain(failure: ChildFailedError) -> int:
-    rank, first = failure.get_first_failure()
-    if first.exitcode < 0:
-        number = -first.exitcode
-        print(f"fleetrun: worker {rank} was ended by {signal.Signals(number).name}.", file=sys.stderr)
-        return 128 + number
-    print(
-        f"fleetrun: worker {rank} failed with exit code {first.exitcode}; its error stands above.",
-        file=sys.stderr,
-    )
-    return first.exitcode
+def _run_alone(settings: CrewSettings, job: JobSettings) -> int:
+    """All workers are on this machine: nothing of the job can be reached from another one."""
+    crew = Crew(settings, LOOPBACK, interface_of(LOOPBACK))
+    with Stopping().listening() as stopping:
+        return Job(job, Roster(crew), stopping).run()
+
+
+def _run_among_many(options: Options, settings: CrewSettings) -> int:
+    secret = read_secret(options.secret_file)
+    assert options.master is not None
+    master = (_resolved(options.master[0]), options.master[1])
+    leads = options.rank == 0 or (options.rank is None and is_here(master[0]))
+    with Stopping().listening() as stopping:
+        if not leads:
+            return _follow(options, settings, master, secret, stopping)
+        job = _job(options)
+        gathering = Gathering(*master, secret, job.job_id)
+        own = Crew(settings, master[0], interface_of(master[0]))
+        roster = Roster(
+            own,
+            gathering,
+            least=options.least_hosts,
+            most=options.most_hosts,
+            wait=options.join_timeout,
+            expected=options.ips if len(options.ips) > 1 else (),
+        )
+        return Job(job, roster, stopping).run()
+
+
+def _follow(
+    options: Options, settings: CrewSettings, master: tuple[str, int], secret: bytes, stopping: Stopping
+) -> int:
+    """Take part in a job that another machine leads. An elastic one may go on without us, and take us in again."""
+    end = time.monotonic() + options.join_timeout
+    while True:
+        wait = max(1.0, end - time.monotonic())
+        membership = join(
+            master, secret, replace(settings), rank=options.rank, job_id=options.job_id, wait=wait, stopping=stopping
+        )
+        try:
+            return membership.serve(stopping)
+        except LaunchError as error:
+            if options.least_hosts == options.most_hosts or stopping.numbers:
+                raise
+            say(f"{error} This machine tries to join again.")
+            end = time.monotonic() + options.join_timeout
+
+
+def _resolved(host: str) -> str:
+    try:
+        return socket.gethostbyname(host)
+    except OSError as error:
+        raise LaunchError(f"--master: the host {host!r} is not known ({error.strerror}).") from error

@@ -1,12 +1,27 @@
-"""What each worker process runs first: Fleet's environment beside torch's, then the user's script."""
+"""What each worker process does first: Fleet's environment beside torch's, then the user's script."""
 
+import atexit
+import contextlib
+import faulthandler
+import io
+import json
 import os
 import runpy
+import signal
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 
-from fleetx import boxes
+from fleetx.comm import beats
+
+# Where a worker leaves word of the error that ended it, and where it writes its stack when asked.
+REPORT = "FLEETX_REPORT"
+STACK = "FLEETX_STACK"
+# A real-time signal: scripts and batch systems use SIGUSR1 and SIGUSR2 for themselves.
+STACK_SIGNAL = signal.SIGRTMIN + 5
 
 
 def fleet_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -14,6 +29,8 @@ def fleet_environment(environment: Mapping[str, str]) -> dict[str, str]:
     rank, workers = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     endpoints = [f"{address}:{port + worker}" for worker in range(workers)]
+    given = environment.get("PADDLE_TRAINER_ENDPOINTS")
+    endpoints = given.split(",") if given else endpoints
     return {
         "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
         "PADDLE_TRAINERS_NUM": str(workers),
@@ -23,20 +40,106 @@ def fleet_environment(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def main() -> None:
-    """Run the script, or `-m module`, as if Python had been started with it."""
+def run(command: Sequence[str]) -> None:
+    """Run the script, or `-m module`, as if Python had been started with it. The environment is complete by now."""
     ours = fleet_environment(os.environ)
     os.environ.update(ours)
-    if ours["PADDLE_TRAINER_ID"] == "0":
-        print(boxes.envs_box(ours), flush=True)
-    command = sys.argv[1:]
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)  # what a worker has printed is in its log, however it ends
+    _answer_with_stacks()
+    beats.open_from_environment()
+    report = os.environ.pop(REPORT, None)
+    try:
+        _run_as_main(list(command))
+    except SystemExit as leaving:
+        if leaving.code not in (None, 0):
+            _leave_word(report, {"code": leaving.code if isinstance(leaving.code, int) else 1})
+        raise
+    except Exception as error:
+        _leave_word(report, {"type": type(error).__name__, "message": str(error)})
+        # Only the script's own part: how it was started is nobody's error.
+        own = error.with_traceback(_own_part(error.__traceback__))
+        sys.excepthook(type(own), own, own.__traceback__)
+        sys.exit(1)
+
+
+def run_and_leave(command: Sequence[str]) -> None:
+    """The same in a forked process, which ends without taking apart everything that it got from its parent.
+
+    What the script has asked for is done: threads are waited for, exit functions called, files flushed.
+    """
+    code = 1
+    try:
+        run(command)
+        code = 0
+    except SystemExit as leaving:
+        code = _exit_code(leaving.code)
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    except BaseException as error:  # nothing else is left that Python knows of
+        sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        with contextlib.suppress(Exception):
+            threading._shutdown()  # type: ignore[attr-defined]  # as Python does before it calls exit functions
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(code)
+
+
+def _exit_code(value: object) -> int:
+    """What Python makes of the argument of `sys.exit`."""
+    if value is None:
+        return 0
+    if isinstance(value, int):
+        return value & 0xFF
+    print(value, file=sys.stderr)
+    return 1
+
+
+def _run_as_main(command: list[str]) -> None:
     if command[0] == "-m":
         sys.argv = command[1:]
+        sys.path[0] = str(Path.cwd())
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
         return
     sys.argv = command
     sys.path[0] = str(Path(command[0]).resolve().parent)
     runpy.run_path(command[0], run_name="__main__")
+
+
+def _answer_with_stacks() -> None:
+    """On a crash the stack goes to the log; when the launcher asks, to a file that it reads."""
+    faulthandler.enable()
+    path = os.environ.pop(STACK, None)
+    if path is not None:
+        # Opened once and kept: the handler may run when nothing else can.
+        file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115
+        signal.signal(STACK_SIGNAL, signal.SIG_IGN)  # what is put back when Python ends must not end the process
+        faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
+
+
+def _leave_word(path: str | None, word: dict[str, object]) -> None:
+    """Before anything is torn down: the others fail as soon as this worker's connections close."""
+    if path is None:
+        return
+    with contextlib.suppress(OSError):  # a full disk must not hide the error itself
+        Path(path).write_text(json.dumps({"time": time.monotonic(), **word}), encoding="utf-8")
+
+
+def _own_part(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback without the frames of this file and of runpy."""
+    whole = trace
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+        trace = trace.tb_next
+    return trace or whole
+
+
+def main() -> None:
+    """Be a worker that was started as a program of its own."""
+    run(sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Which plan is fastest and fits: measured on the model itself, found by a pure search."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch.optim import Optimizer
 
 from fleetx.memory import applied_to
 from fleetx.planner.blocks import find_blocks
+from fleetx.planner.budget import budget_on
 from fleetx.planner.costs import Profile
 from fleetx.planner.feeding import Feeding
 from fleetx.planner.plan import Plan
@@ -19,8 +21,6 @@ from fleetx.slicing import Batch, batch_size
 from fleetx.units import parse_bytes
 
 __all__ = ["DoesNotFit", "Feeding", "Plan", "find_blocks", "measure", "plan", "plan_for"]
-
-_MARGIN = 0.05  # of the free memory, left to others
 
 
 def plan(
@@ -62,7 +62,7 @@ def plan(
     batch = batch_size(sample) if global_batch is None else global_batch
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
         raise ValueError(f"global_batch must be a number of samples, at least 1, got {batch!r}.")
-    budget = _free(feeding.device) if memory is None else parse_bytes(memory)
+    budget, notes = budget_on(feeding.device, memory)
     cap = None if host_memory is None else parse_bytes(host_memory)
     if isinstance(checkpoints, str):
         if checkpoints != "auto":
@@ -71,18 +71,9 @@ def plan(
     profile = measure(
         feeding, sample, checkpoints, optimizer=optimizer, compile=compile, bandwidth=bandwidth, cached=cached
     )
+    profile = replace(profile, notes=(*profile.notes, *notes))
 
     def make(profile: Profile) -> Plan:
         return plan_for(profile, memory=budget, global_batch=batch, host_memory=cap, one_forward=one_forward, even=even)
 
-    return until_verified(profile, feeding, sample, make)[0] if verify else make(profile)
-
-
-def _free(device: torch.device) -> int:
-    """What a process may still take of a device, with what it has already."""
-    if device.type != "cuda":
-        raise ValueError(
-            'a model on the CPU has no memory budget of its own, got memory=None: give one, for example memory="8GiB".'
-        )
-    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    return int(free * (1 - _MARGIN))
+    return until_verified(profile, feeding, sample, make).plan if verify else make(profile)

@@ -62,9 +62,10 @@ def _pivots(chain: Chain) -> set[int]:
 
 
 def _least_local(chain: Chain, segment: int) -> int:
+    late = chain.gradients_from[segment]
     if segment == len(chain.stages):
-        return chain.tail_bytes
-    return min(max(option.forward_bytes, option.backward_bytes) for option in chain.stages[segment].options)
+        return chain.tail_bytes + late
+    return min(max(option.forward_bytes, option.backward_bytes + late) for option in chain.stages[segment].options)
 
 
 class _Kinds(NamedTuple):

@@ -18,7 +18,7 @@ from fleetx.planner.feeding import Feeding
 from fleetx.slicing import Batch, map_tensors
 from fleetx.version import __version__
 
-FORMAT = 1
+FORMAT = 2
 
 
 def folder() -> Path:
@@ -38,7 +38,9 @@ def key_of(feeding: Feeding, sample: Batch, cuts: Sequence[str], settings: Mappi
         "buffers": [(n, list(b.shape), str(b.dtype)) for n, b in model.named_buffers()],
         "training": [module.training for module in model.modules()],
         "sample": _shapes(sample),
+        "hooks": [(name, _hook(hook)) for name, m in model.named_modules() for hook in m._forward_pre_hooks.values()],
         "loss": "" if feeding.loss_fn is None else _code(feeding.loss_fn),
+        "compute": "" if feeding.compute is None else _code(feeding.compute),
         "precision": str(feeding.precision),
         "autocast": [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")],
         "cuts": list(cuts),
@@ -79,6 +81,17 @@ def save(key: str, profile: Profile) -> None:
 def device_name(device: torch.device) -> str:
     """What people call the device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+
+
+def _hook(hook: Any) -> str:
+    """What others hooked to a module, and in which precision it makes that run."""
+    owner = getattr(hook, "__self__", hook)
+    dtypes = [f"{name} {value}" for name, value in getattr(owner, "__dict__", {}).items() if _is_dtype(value)]
+    return " ".join([type(owner).__qualname__, *sorted(dtypes)])
+
+
+def _is_dtype(value: Any) -> bool:
+    return isinstance(value, torch.dtype)
 
 
 def _shapes(sample: Batch) -> str:

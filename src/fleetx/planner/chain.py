@@ -5,9 +5,12 @@ This is the specification that the solver is checked against. Segments 0 … n-1
 one option is chosen. With K(i) the bytes that the segments before i keep, the device holds at most
 
 - while segment i runs forward:   fixed + K(i) + forward_bytes(i) + sent(i-1), whose copy may still be leaving;
-- while segment i runs backward:  fixed + K(i) + backward_bytes(i) + sent(i-1), which is being fetched meanwhile;
-- while the tail runs:            fixed + K(n) + tail_bytes + sent(n-1);
-- while the weights are updated:  fixed + update_bytes.
+- while segment i runs backward:  fixed + K(i) + backward_bytes(i) + G(i) + sent(i-1), which is being fetched meanwhile;
+- while the tail runs:            fixed + K(n) + tail_bytes + G(n) + sent(n-1);
+- while the weights are updated:  fixed + update_bytes + G(0).
+
+G(i) are the gradients of segments i … n-1 and of the tail, if there is one micro-batch: then they come into being one
+after the other. Merged gradients are there all the time, and are among what is fixed.
 
 The peak is the largest of these. K(i) is the sum over j < i of kept(j) + min(holds(j-1), released(j)): the input that
 segment j sent away stays on the device nevertheless if the segment before holds it as its own output.
@@ -23,6 +26,7 @@ Here segment n is the tail, with its forward seconds and its backward seconds.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -76,6 +80,14 @@ class Chain:
     tail_backward_seconds: float = 0.0
     update_bytes: int = 0
     bandwidth: float = 0.0  # bytes per second between device and host, in each direction
+    gradients: tuple[int, ...] = ()  # bytes of each segment and of the tail; empty if they are among the fixed ones
+
+    @cached_property
+    def gradients_from(self) -> tuple[int, ...]:
+        """G(0) … G(n): bytes of all gradients from a segment on."""
+        if not self.gradients:
+            return (0,) * (len(self.stages) + 1)
+        return tuple(accumulate(reversed(self.gradients)))[::-1]
 
     @property
     def fixed_bytes(self) -> int:
@@ -96,11 +108,12 @@ class Point(NamedTuple):
     kept: int
     working: int
     moving: int  # leaving or being fetched
+    gradients: int = 0  # that are there so far
 
     @property
     def bytes(self) -> int:
         """Beside the fixed ones."""
-        return self.kept + self.working + self.moving
+        return self.kept + self.working + self.moving + self.gradients
 
 
 @dataclass(frozen=True)
@@ -127,7 +140,8 @@ class Evaluation:
     def peak_by_kind(self) -> dict[str, int]:
         """What the peak is made of."""
         point = self.highest
-        return {**self.fixed, "activations kept": point.kept, "working": point.working, "in flight": point.moving}
+        kinds = {"activations kept": point.kept, "working": point.working, "in flight": point.moving}
+        return {**self.fixed, "gradients": self.fixed.get("gradients", 0) + point.gradients, **kinds}
 
 
 def evaluate(chain: Chain, choice: Sequence[int]) -> Evaluation:
@@ -139,17 +153,18 @@ def evaluate(chain: Chain, choice: Sequence[int]) -> Evaluation:
         held = min(chosen[i - 1].holds, option.released) if i else 0
         kept.append(kept[-1] + option.kept + held)
     moving = [0, *(option.sent for option in chosen)]  # beside segment i, of the one before
+    late = chain.gradients_from
     forward = [
         Point(stage.name, "forward", stage.forward_seconds, kept[i], chosen[i].forward_bytes, moving[i])
         for i, stage in enumerate(stages)
     ]
     backward = [
-        Point(stage.name, "backward", chosen[i].seconds, kept[i], chosen[i].backward_bytes, moving[i])
+        Point(stage.name, "backward", chosen[i].seconds, kept[i], chosen[i].backward_bytes, moving[i], late[i])
         for i, stage in enumerate(stages)
     ]
     tail_seconds = chain.tail_forward_seconds + chain.tail_backward_seconds
-    tail = Point("tail", "forward", tail_seconds, kept[-1], chain.tail_bytes, moving[-1])
-    update = Point("update", "update", 0.0, 0, chain.update_bytes, 0)
+    tail = Point("tail", "forward", tail_seconds, kept[-1], chain.tail_bytes, moving[-1], late[-1])
+    update = Point("update", "update", 0.0, 0, chain.update_bytes, 0, late[0])
     return Evaluation(
         points=(*forward, tail, *reversed(backward), update),
         fixed=chain.fixed,

@@ -1,15 +1,12 @@
 """`fleetx plan`: the planner on the command line, for an application or for a model of the user's own."""
 
 import importlib
-import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-
-APPLICATIONS = ("resnet50", "bert_base", "bert_large")
 
 
 def plan_command(
@@ -36,11 +33,14 @@ def plan_command(
 
     from fleetx import planner
     from fleetx.planner.picture import draw_plan
+    from fleetx.planner.samples import APPLICATIONS, application
 
     if (maker is None) == (app is None):
         raise typer.BadParameter("give a model as module:function, or an application with --app; one of them.")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    made = _application(app, seq_len, image_size) if app is not None else _made(str(maker))
+    if app is not None and app not in APPLICATIONS:
+        raise typer.BadParameter(f"--app must be one of {', '.join(APPLICATIONS)}, got {app!r}.")
+    made: tuple[Any, ...] = application(app, seq_len, image_size) if app is not None else _made(str(maker))
     model, sample, loss_fn = (*made, None)[:3]
     model = model.to(device)
     try:
@@ -86,28 +86,3 @@ def _made(maker: str) -> tuple[Any, ...]:
             f"{maker!r} must return (model, sample) or (model, sample, loss_fn), got a {type(made).__name__}."
         )
     return made
-
-
-def _application(app: str, seq_len: int, image_size: int) -> tuple[Any, Any]:
-    import torch
-
-    from fleetx import applications
-
-    if app not in APPLICATIONS:
-        raise typer.BadParameter(f"--app must be one of {', '.join(APPLICATIONS)}, got {app!r}.")
-    if app == "resnet50":
-        images = torch.randint(256, (2, 3, image_size, image_size), dtype=torch.uint8)
-        return applications.Resnet50(), {"images": images, "labels": torch.randint(1000, (2,))}
-    maker = applications.Bert_large if app == "bert_large" else applications.Bert_base
-    accepted = inspect.signature(maker).parameters
-    model = maker(**({"max_positions": max(512, seq_len)} if "max_positions" in accepted else {}))
-    masked = max(1, round(seq_len * 0.15))
-    words = 30_000
-    return model, {
-        "input_ids": torch.randint(words, (2, seq_len)),
-        "token_type_ids": torch.zeros(2, seq_len, dtype=torch.long),
-        "attention_mask": torch.ones(2, seq_len, dtype=torch.long),
-        "masked_positions": torch.arange(masked).expand(2, -1).contiguous(),
-        "masked_labels": torch.randint(words, (2, masked)),
-        "next_sentence_labels": torch.zeros(2, dtype=torch.long),
-    }

@@ -95,14 +95,17 @@ class Profile:
     couples_samples: bool = False  # batch norms, which see a micro-batch at a time
     notes: tuple[str, ...] = ()
     unexplained: Line = NOTHING  # bytes that a real step took beyond the prediction
+    gradient_parts: tuple[int, ...] = ()  # bytes of each segment's gradients and of the tail's, if they may come late
 
     def corrected(self, micro_batch: int, missing: int) -> "Profile":
         """The same, after a real step took so many bytes more than was predicted."""
         more = self.unexplained.per_sample + missing / self.reserve / micro_batch
         return replace(self, unexplained=Line(0.0, more))
 
-    def chain(self, micro_batch: int) -> Chain:
-        """The step at this micro-batch size."""
+    def chain(self, micro_batch: int, *, merged: bool = True) -> Chain:
+        """The step at this micro-batch size, as one of several that are `merged`, or as the only one."""
+        comes_late = bool(self.gradient_parts) and not merged
+        fixed = {kind: 0 if comes_late and kind == "gradients" else size for kind, size in self.fixed.items()}
         stages = [
             Stage(segment.name, segment.forward_seconds.at(micro_batch), self._options(segment, micro_batch, number))
             for number, segment in enumerate(self.segments)
@@ -110,7 +113,7 @@ class Profile:
         return Chain(
             tuple(stages),
             fixed={
-                **self.fixed,
+                **fixed,
                 "batch": self.batch_bytes.bytes_at(micro_batch),
                 "unexplained": self.unexplained.bytes_at(micro_batch),
             },
@@ -119,6 +122,7 @@ class Profile:
             tail_backward_seconds=self.tail_backward_seconds.at(micro_batch),
             update_bytes=self.update_bytes,
             bandwidth=self.bandwidth,
+            gradients=self.gradient_parts if comes_late else (),
         )
 
     def _options(self, segment: SegmentCost, micro_batch: int, number: int) -> tuple[Option, ...]:
@@ -141,7 +145,7 @@ class Profile:
         line_names = ("tail_bytes", "tail_forward_seconds", "tail_backward_seconds", "batch_bytes", "unexplained")
         made: dict[str, Any] = dict(values) | {name: Line(*values[name]) for name in line_names}
         made["segments"] = tuple(_segment(one) for one in values["segments"])
-        made["sizes"], made["notes"] = tuple(values["sizes"]), tuple(values["notes"])
+        made |= {name: tuple(values[name]) for name in ("sizes", "notes", "gradient_parts")}
         return cls(**made)
 
 

@@ -19,12 +19,13 @@ class Feeding:
     """A model with its loss function and precision.
 
     With `loss_fn` a batch is `(inputs, target)`; without, the whole batch goes to the model. A tuple or dict of inputs
-    is spread over the model's arguments.
+    is spread over the model's arguments. Anything else: `compute(model, batch)`.
     """
 
     model: nn.Module
     loss_fn: LossFn | None = None
     precision: torch.dtype | None = None  # of autocast
+    compute: Callable[[nn.Module, Batch], Any] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -33,12 +34,15 @@ class Feeding:
 
     def loss(self, batch: Batch) -> Tensor:
         """One forward."""
-        inputs, target = self._parts(batch)
         with self._low_precision():
-            output = _called(self.model, inputs)
-            if self.loss_fn is not None:
-                output = self.loss_fn(output, target)
-        return _one_number(output)
+            return _one_number(self._output(batch))
+
+    def _output(self, batch: Batch) -> Any:
+        if self.compute is not None:
+            return self.compute(self.model, batch)
+        inputs, target = self._parts(batch)
+        output = _called(self.model, inputs)
+        return output if self.loss_fn is None else self.loss_fn(output, target)
 
     def _parts(self, batch: Batch) -> tuple[Any, Any]:
         if self.loss_fn is None:

@@ -8,24 +8,30 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from fleetx.planner.plan import Plan
-from fleetx.planner.verify import Moment
+from fleetx.planner.plan import Moment, Plan
 from fleetx.report.curves import OURS, PLAIN
 
 _FIXED, _KEPT, _MOVING = "#9db7c4", "#0b6e99", "#5fa55a"
+_LATE = "#c9d7de"
+_LABELS = {
+    "gradients": "gradients so far",
+    "kept": "activations kept",
+    "working": "working",
+    "moving": "to and from the host",
+}
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
-def draw_plan(plan: Plan, path: str | Path, moments: Sequence[Moment] = ()) -> Path:
+def draw_plan(plan: Plan, path: str | Path) -> Path:
     """Draw the memory of one micro-batch over time, and what other budgets would give, side by side.
 
-    `moments` are those that `verify` saw in a real step.
+    A plan that was verified is drawn with what the real step took.
     """
     figure = Figure(figsize=(12, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     step, trade = figure.subplots(1, 2, width_ratios=(3, 2))
     unit, size = next(((name, size) for name, size in _UNITS if plan.peak >= size), ("B", 1))
-    _draw_step(step, plan, moments, size)
+    _draw_step(step, plan, plan.moments, size)
     step.set(title=f"Memory over a micro-batch of {plan.micro_batch:,}", xlabel="seconds", ylabel=unit)
     _draw_trade(trade, plan, size)
     trade.set(title="Memory against speed", xlabel=f"budget, {unit}", ylabel="samples/s")
@@ -44,11 +50,10 @@ def _draw_step(axes: Any, plan: Plan, moments: Sequence[Moment], size: int) -> N
     starts, widths = [0.0, *ends[:-1]], [point.seconds for point in points]
     bottom = [plan.fixed_bytes / size] * len(points)
     axes.bar(starts, bottom, widths, align="edge", color=_FIXED, label="weights, gradients, optimizer")
-    for name, color in (("kept", _KEPT), ("working", PLAIN), ("moving", _MOVING)):
+    for name, color in (("gradients", _LATE), ("kept", _KEPT), ("working", PLAIN), ("moving", _MOVING)):
         heights = [getattr(point, name) / size for point in points]
         if any(heights):
-            label = {"kept": "activations kept", "working": "working", "moving": "to and from the host"}[name]
-            axes.bar(starts, heights, widths, bottom, align="edge", color=color, label=label)
+            axes.bar(starts, heights, widths, bottom, align="edge", color=color, label=_LABELS[name])
         bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
     axes.axhline(plan.memory / size, color="black", linestyle=":", label="budget")
     if moments:

@@ -42,6 +42,15 @@ class Measured(NamedTuple):
     seconds: float
 
 
+class Moment(NamedTuple):
+    """Bytes on the device at a cut of a real step, and the most since the cut before."""
+
+    name: str
+    phase: str
+    bytes: int
+    peak: int
+
+
 @dataclass(frozen=True)
 class Plan:
     """The fastest way found to train with a global batch within a memory budget.
@@ -73,15 +82,21 @@ class Plan:
     fixed_bytes: int = 0
     device: str = ""
     notes: tuple[str, ...] = field(default=())
+    moments: tuple[Moment, ...] = ()  # of a real step, if one was watched cut by cut
 
     @property
     def verified(self) -> bool:
         """Whether a real step was measured."""
         return self.measured is not None
 
-    def with_measurement(self, peak: int, seconds: float) -> "Plan":
+    @property
+    def gradients_come_late(self) -> bool:
+        """Whether there is one micro-batch, before which the last gradients are freed."""
+        return any(point.gradients for point in self.timeline)
+
+    def with_measurement(self, peak: int, seconds: float, moments: tuple[Moment, ...] = ()) -> "Plan":
         """The same plan, after a real step."""
-        return replace(self, measured=Measured(int(peak), float(seconds)))
+        return replace(self, measured=Measured(int(peak), float(seconds)), moments=moments or self.moments)
 
     def segments(self) -> list[Segment]:
         """What `fleetx.memory.apply` is to be given.
@@ -161,4 +176,5 @@ def _read(values: dict[str, Any]) -> dict[str, Any]:
         "curve": tuple(Purchase(*one) for one in values["curve"]),
         "timeline": tuple(Point(*one) for one in values["timeline"]),
         "notes": tuple(values["notes"]),
+        "moments": tuple(Moment(*one) for one in values["moments"]),
     }

@@ -5,6 +5,7 @@ their median times. Nothing is left behind: see `untouched`. It begins with two 
 of memory is free.
 """
 
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from fleetx.planner.observing import Bytes, Figures, Watch, bytes_of, seconds_of
 from fleetx.planner.tracing import Trace, trace
 from fleetx.planner.untouched import untouched
 from fleetx.planner.updating import cost_of_update, fixed_bytes
-from fleetx.slicing import Batch
+from fleetx.slicing import Batch, batch_size
 
 EVERYTHING = State("everything")
 _NARROW = State("dear", dear=("attention", "narrow_matmul"))
@@ -86,7 +87,8 @@ class _Measuring:
         self, feeding: Feeding, sample: Batch, cuts: Sequence[str], compile: bool, states: Sequence[State]
     ) -> None:
         self.feeding = feeding
-        self.sample = placed(sample, feeding.device)
+        # No more than will be measured: the sample may be a whole global batch.
+        self.sample = placed(resized(sample, min(batch_size(sample), _LARGEST)), feeding.device)
         self.compile = compile
         self.states = list(states)
         self.seen = trace(feeding, sample)
@@ -147,7 +149,27 @@ class _Measuring:
             compiled=self.compile,
             couples_samples=any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()),
             notes=(*update.notes, *self.notes),
+            gradient_parts=self._gradient_parts(),
         )
+
+    def _gradient_parts(self) -> tuple[int, ...]:
+        """Bytes of the gradients that come into being in each segment's backward, and in the tail's.
+
+        A gradient is there from the backward of what used its parameter last. What was used by nobody who was seen
+        counts as used in the tail: too early is safe.
+        """
+        ends = {call.name: call.ends for call in self.seen.calls}
+        last: dict[int, int] = {}
+        for call in self.seen.calls:
+            for parameter in call.module._parameters.values():
+                last[id(parameter)] = max(call.ends, last.get(id(parameter), -1))
+        parts = [0] * (len(self.cuts) + 1)
+        for parameter in self.feeding.model.parameters():
+            if parameter.requires_grad:
+                used = last.get(id(parameter), math.inf)
+                place = sum(ends[name] < used for name in self.cuts)
+                parts[place] += parameter.numel() * max(4, parameter.element_size())
+        return tuple(parts)
 
     def _options(
         self, state: State, i: int, sizes: tuple[int, int], seen: dict[Any, Seen], forward: list[list[float]]

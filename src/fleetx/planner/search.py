@@ -8,12 +8,15 @@ from typing import NamedTuple
 from fleetx.planner.chain import Chain, State, evaluate
 from fleetx.planner.costs import Profile
 from fleetx.planner.plan import Plan, Purchase, RunnerUp
-from fleetx.planner.solve import Solution, least_memory, least_seconds, solve
+from fleetx.planner.solve import WIDTHS, Solution, least_memory, least_seconds, solve
 from fleetx.planner.table import summary
 from fleetx.units import format_bytes, parse_bytes
 
 GIB = 2**30
 _RUNNERS_UP = 3
+_MANY = 60  # segments, from which on only promising slicings are searched thoroughly
+_QUICK, _THOROUGH = (20,), (120, 300)  # widths of searches in long chains
+_ROUNDED = 1 + 1e-9
 _FINER = 1.25  # ratio of neighbouring micro-batches among those that do not divide the global batch
 
 
@@ -68,7 +71,9 @@ class Search:
         self.global_batch = global_batch
         self.host_memory = host_memory
         self.cuts = cuts
-        self.chain = cache(profile.chain)
+        self.is_long = len(profile.segments) > _MANY
+        self.merges = cuts != [Cut(global_batch, 1)]
+        self.chain = cache(lambda micro_batch: profile.chain(micro_batch, merged=micro_batch < global_batch))
 
     def best(self, memory: int, wanted: int = 1, gain: float = 0.0, like: Cut | None = None) -> list[Found]:
         """The fastest plan within a budget, and others until there are as many as wanted; the fastest first.
@@ -87,14 +92,30 @@ class Search:
             one = self.at(cut, memory, faster_than=fastest if len(found) >= wanted else math.inf)
             if one is not None:
                 found.append(one)
-        return sorted(found, key=lambda one: (one.seconds, one.cut.k_steps))
+        return _sorted(found)
 
-    def at(self, cut: Cut, memory: int, faster_than: float = math.inf) -> Found | None:
+    def thoroughly(self, found: list[Found], memory: int) -> list[Found]:
+        """The same slicings; of a long chain the fastest one is searched on."""
+        if not self.is_long:
+            return found
+        better = self.at(found[0].cut, memory, widths=_THOROUGH)
+        return found if better is None or better.seconds > found[0].seconds * _ROUNDED else [better, *found[1:]]
+
+    def at(
+        self, cut: Cut, memory: int, faster_than: float = math.inf, widths: tuple[int, ...] | None = None
+    ) -> Found | None:
         """The best states for one slicing; None if they do not fit, or would not be faster than so many seconds."""
         chain = self.chain(cut.micro_batch)
         most = (faster_than - self.profile.update_seconds) / self._slices(cut)
-        solution = solve(chain, self.usable(memory), self.host_memory, faster_than=most)
+        widths = widths or (_QUICK if self.is_long else WIDTHS)
+        solution = solve(chain, self.usable(memory), self.host_memory, faster_than=most, widths=widths)
         return None if solution is None else Found(cut, solution, self._seconds(cut, chain, solution))
+
+    def at_least(self, found: Found) -> float:
+        """Seconds that every plan with this slicing takes."""
+        if found.solution.is_exact:
+            return found.seconds
+        return found.solution.at_least * self._slices(found.cut) + self.profile.update_seconds
 
     def usable(self, memory: int) -> int:
         """What tensors may take of a budget that the allocator is to reserve."""
@@ -132,7 +153,7 @@ class Search:
         return low
 
     def _fits(self, micro_batch: int, memory: int) -> bool:
-        least = least_memory(self.profile.chain(micro_batch), self.host_memory)
+        least = least_memory(self.profile.chain(micro_batch, merged=self.merges), self.host_memory)
         return least is not None and least <= self.usable(memory)
 
 
@@ -143,22 +164,33 @@ def plan_for(
     global_batch: int,
     host_memory: int | None = None,
     one_forward: bool = False,
+    k_steps: int | None = None,
     even: bool = False,
     curve: bool = True,
 ) -> Plan:
     """The fastest plan that fits: `memory` is what the device may reserve, `host_memory` what offload may use.
 
-    `one_forward` keeps the batch whole, for losses that couple its samples. `even` allows only micro-batches of equal
-    size. `curve=False` leaves out what other budgets would give.
+    `one_forward` keeps the batch whole, for losses that couple its samples. `k_steps` cuts it into so many
+    micro-batches, neither more nor fewer. `even` allows only micro-batches of equal size. `curve=False` leaves out what
+    other budgets would give.
     """
     whole = Cut(global_batch, 1)
-    cuts = [whole] if one_forward else cuts_of(global_batch, even=even)
+    one_forward = one_forward or k_steps == 1
+    if one_forward:
+        cuts = [whole]
+    elif k_steps is not None:
+        cuts = [Cut(math.ceil(global_batch / k_steps), k_steps, -global_batch % k_steps)]
+    else:
+        cuts = cuts_of(global_batch, even=even)
     search = Search(profile, global_batch, host_memory, cuts)
     found = search.best(memory, wanted=1 + _RUNNERS_UP)
     if not found:
-        raise _does_not_fit(search, memory, one_forward)
+        raise _does_not_fit(search, memory, one_forward, k_steps)
+    found = search.thoroughly(found, memory)
     best = found[0]
-    alone = next((one for one in found if one.cut == whole), None) or search.at(whole, memory)
+    alone = None
+    if k_steps is None:
+        alone = next((one for one in found if one.cut == whole), None) or search.at(whole, memory)
     chain = search.chain(best.cut.micro_batch)
     cost = evaluate(chain, best.solution.choice)
     peak = math.ceil(cost.peak * profile.reserve)
@@ -176,17 +208,21 @@ def plan_for(
         host_bytes=cost.host_bytes,
         seconds=best.seconds,
         samples_per_s=global_batch / best.seconds,
-        reason=_reason(search, best, alone, found, one_forward),
+        reason=_reason(search, best, alone, found, one_forward, k_steps),
         one_forward=one_forward,
         compile=profile.compiled,
-        is_exact=best.solution.is_exact,
+        is_exact=_gap(search, found) == 0,
         runners_up=tuple(_runner_up(search, one) for one in found[1 : 1 + _RUNNERS_UP]),
         curve=_curve(search, memory, best) if curve else (),
         timeline=cost.points,
         fixed_bytes=chain.fixed_bytes,
         device=profile.device,
-        notes=_notes(profile, best),
+        notes=_notes(profile, best, _gap(search, found)),
     )
+
+
+def _sorted(found: list[Found]) -> list[Found]:
+    return sorted(found, key=lambda one: (one.seconds, one.cut.k_steps))
 
 
 def _states(chain: Chain, solution: Solution) -> tuple[State, ...]:
@@ -200,24 +236,33 @@ def _runner_up(search: Search, found: Found) -> RunnerUp:
     return RunnerUp(cut.micro_batch, cut.k_steps, search.global_batch / found.seconds, peak, words)
 
 
-def _notes(profile: Profile, best: Found) -> tuple[str, ...]:
+def _gap(search: Search, found: list[Found]) -> float:
+    """By which part another plan might be faster than the first of these; 0 if none is."""
+    gap = found[0].seconds / min(search.at_least(one) for one in found) - 1
+    return gap if gap > _ROUNDED - 1 else 0.0
+
+
+def _notes(profile: Profile, best: Found, gap: float) -> tuple[str, ...]:
     notes = list(profile.notes)
     if best.cut.k_steps > 1 and profile.couples_samples:
         notes.append(
             f"batch norms see {best.cut.micro_batch:,} samples at a time, not the whole batch; one_forward=True keeps "
             "it whole."
         )
-    if not best.solution.is_exact:
-        gap = best.solution.seconds / best.solution.at_least - 1
+    if gap:
         notes.append(f"the search was cut short: a plan up to {gap:.2%} faster might exist.")
     return tuple(notes)
 
 
-def _reason(search: Search, best: Found, alone: Found | None, found: list[Found], one_forward: bool) -> str:
+def _reason(
+    search: Search, best: Found, alone: Found | None, found: list[Found], one_forward: bool, k_steps: int | None
+) -> str:
     """Merge or one forward, and why."""
     batch, cut = f"{search.global_batch:,}", best.cut
     if one_forward:
         return f"one forward of {batch} was asked for; {_repeats(search, best)}."
+    if k_steps is not None:
+        return f"micro-batches of {cut.micro_batch:,} were asked for; {_repeats(search, best)}."
     if cut.k_steps == 1:
         merged = next((one for one in found if one.cut.k_steps > 1), None)
         if merged is None:
@@ -252,17 +297,20 @@ def _repeats(search: Search, found: Found) -> str:
 def _curve(search: Search, memory: int, best: Found) -> tuple[Purchase, ...]:
     """What less and more memory would give; budgets double their distance until nothing is gained any more."""
     step = GIB if memory >= 8 * GIB else max(1, memory // 8)
-    plenty = search.best(2**60, gain=0.002)
+    gain = 0.02 if search.is_long else 0.002
+    plenty = search.best(2**60, gain=gain)
     limit = plenty[0].seconds if plenty else 0.0
     bought: list[Purchase] = []
     like = best.cut
     for factor in (-4, -2, -1, 0, 1, 2, 4, 8, 16, 32, 64, 128):
         budget = memory + factor * step
-        found = [best] if factor == 0 else search.best(budget, gain=0.002, like=like)
+        found = [best] if factor == 0 else search.best(budget, gain=gain, like=like)
         fastest = found[0] if found else None
         if fastest is not None:
             like = fastest.cut
             speed = search.global_batch / fastest.seconds
+            if factor < 0:  # less memory is not faster, only searched in another way
+                speed = min(speed, search.global_batch / best.seconds)
             if bought and speed < bought[-1].samples_per_s:  # a search that was cut short
                 bought.append(bought[-1]._replace(memory=budget))
             else:
@@ -281,9 +329,11 @@ def _enough(least: int) -> str:
     return text
 
 
-def _does_not_fit(search: Search, memory: int, one_forward: bool) -> DoesNotFit:
+def _does_not_fit(search: Search, memory: int, one_forward: bool, k_steps: int | None = None) -> DoesNotFit:
     least, largest = search.least_memory(), search.largest_micro_batch(memory)
     whole = f"{search.global_batch:,} samples in one forward need" if one_forward else "one sample at a time needs"
+    if k_steps is not None and not one_forward:
+        whole = f"micro-batches of {search.cuts[0].micro_batch:,} samples need"
     if least is None:
         rule = "no plan is possible within this host memory"
     else:
@@ -292,6 +342,8 @@ def _does_not_fit(search: Search, memory: int, one_forward: bool) -> DoesNotFit:
     if one_forward and largest:
         remedies.append(f"take at most {largest:,} samples in one forward")
         remedies.append("leave out one_forward, so that smaller micro-batches are merged")
+    elif k_steps is not None and largest:
+        remedies.append(f"take at most {largest:,} samples per micro-batch, by a larger k_steps")
     elif not one_forward:
         remedies.append("take a smaller model or shorter inputs")
     message = f"{rule}, and the budget is {format_bytes(memory)}: {', or '.join(remedies)}."

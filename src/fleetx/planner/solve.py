@@ -80,7 +80,8 @@ def least_memory(chain: Chain, host_memory: int | None = None) -> int | None:
         return evaluate(chain, ()).peak
     everything = sum(max(option.kept for option in stage.options) for stage in chain.stages)
     highest = max(max(o.forward_bytes, o.backward_bytes) + o.sent for s in chain.stages for o in s.options)
-    plenty = 2 * (chain.fixed_bytes + everything + highest + chain.tail_bytes + chain.update_bytes)
+    others = chain.fixed_bytes + chain.tail_bytes + chain.update_bytes + chain.gradients_from[0]
+    plenty = 2 * (others + everything + highest)
     found = _most_frugal(chain, bound(chain, plenty, host_memory))
     return None if found is None else found.peak
 
@@ -128,7 +129,11 @@ def _run(chain: Chain, followed: Callable[[States, int, int], States]) -> tuple[
     elapsed, rest = np.cumsum(chain.forward_seconds()), rest_of(chain)
     for i, stage in enumerate(chain.stages):
         may_have_left = chain.bandwidth * elapsed[i + 1]
-        grown = [states.extended(o, number, chain.bandwidth, may_have_left) for number, o in enumerate(stage.options)]
+        late = chain.gradients_from[i]
+        grown = [
+            states.extended(option, number, chain.bandwidth, may_have_left, late)
+            for number, option in enumerate(stage.options)
+        ]
         states = followed(States.joined(grown).with_what_must_come(rest[i + 1]), i + 1, rest[i + 1])
         steps.append((states.option, states.previous))
     return states, steps
@@ -177,7 +182,7 @@ def _cells(values: Ints) -> Ints:
 
 def _ended(chain: Chain, states: States, limits: Bound) -> Ints:
     """The states after the last segment that fit with the tail too, the fastest first."""
-    highest = np.maximum(states.peak, states.kept + states.sent + chain.tail_bytes)
+    highest = np.maximum(states.peak, states.kept + states.sent + chain.tail_bytes + chain.gradients_from[-1])
     fits = (highest <= limits.memory) & (states.host <= limits.host_memory)
     fits &= states.sent <= chain.bandwidth * chain.tail_backward_seconds
     found = np.flatnonzero(fits)
@@ -193,7 +198,7 @@ def _choice(state: int, steps: Steps) -> tuple[int, ...]:
 
 
 def _may_fit(chain: Chain, memory: int) -> bool:
-    return max(rest_of(chain)[0], chain.update_bytes) + chain.fixed_bytes <= memory
+    return max(rest_of(chain)[0], chain.update_bytes + chain.gradients_from[0]) + chain.fixed_bytes <= memory
 
 
 def _common_seconds(chain: Chain) -> float:

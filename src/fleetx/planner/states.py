@@ -48,14 +48,19 @@ class States(NamedTuple):
         columns: list[Any] = [column[chosen] for column in self]
         return States(*columns)
 
-    def extended(self, option: Option, number: int, bandwidth: float, may_have_left: float) -> "States":
-        """Those that can have this option for the next segment, with it: nothing waits for a copy."""
+    def extended(
+        self, option: Option, number: int, bandwidth: float, may_have_left: float, gradients: int = 0
+    ) -> "States":
+        """Those that can have this option for the next segment, with it: nothing waits for a copy.
+
+        `gradients`: bytes that are there in its backward beside.
+        """
         allowed = self.sent <= bandwidth * option.seconds
         if option.sent:
             allowed &= self.host + option.sent <= may_have_left
         previous = np.flatnonzero(allowed)
         before = self.pick(previous)
-        highest = before.kept + before.sent + max(option.forward_bytes, option.backward_bytes)
+        highest = before.kept + before.sent + max(option.forward_bytes, option.backward_bytes + gradients)
         return States(
             kept=before.kept + option.kept + np.minimum(before.holds, option.released),
             peak=np.maximum(before.peak, highest),
@@ -134,8 +139,9 @@ def _repeated(states: States) -> Mask:
 
 def rest_of(chain: Chain) -> list[int]:
     """For each segment, and the tail: beside what is kept before it, the least that the highest point to come takes."""
-    rest = [chain.tail_bytes]
-    for stage in reversed(chain.stages):
-        here = min(max(option.forward_bytes, option.backward_bytes) for option in stage.options)
+    late = chain.gradients_from
+    rest = [chain.tail_bytes + late[-1]]
+    for stage, gradients in zip(reversed(chain.stages), reversed(late[:-1]), strict=True):
+        here = min(max(option.forward_bytes, option.backward_bytes + gradients) for option in stage.options)
         rest.append(max(here, min(option.kept for option in stage.options) + rest[-1]))
     return rest[::-1]

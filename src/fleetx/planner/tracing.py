@@ -108,7 +108,7 @@ def trace(feeding: Feeding, sample: Batch) -> Trace:
 
     handles: list[Any] = []
     seen.samples = 2  # batch norms refuse one
-    batch = resized(placed(sample, feeding.device), seen.samples)
+    batch = placed(resized(sample, seen.samples), feeding.device)
     with untouched(model, gradients=False), torch.enable_grad():
         for name, module in model.named_modules():
             entering = lambda m, args, kwargs, name=name: enter(m, args, kwargs, name)  # noqa: E731

@@ -9,6 +9,33 @@ import torch
 from torch import Tensor, nn
 
 
+class Before:
+    """A model as it was, as far as a forward may change it: buffers, attributes, random generators.
+
+    Weights and gradients are not part of it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._buffers = [(owner, name, b, None if b is None else b.detach().clone()) for owner, name, b in _held(model)]
+        self._attributes = [(vars(module), vars(module).copy()) for module in model.modules()]
+        self._generators = [(one, one.get_state()) for one in _generators(model)]
+        self._random = _random_state()
+
+    def restore(self) -> None:
+        """Make everything as it was, to the last bit."""
+        _restore_random(self._random)
+        for generator, state in self._generators:
+            generator.set_state(state)
+        for now, then in self._attributes:
+            now.clear()
+            now.update(then)
+        for owner, name, buffer, copy in self._buffers:
+            owner._buffers[name] = buffer
+            if buffer is not None and copy is not None:
+                with torch.no_grad():
+                    buffer.copy_(copy)
+
+
 @contextmanager
 def untouched(model: nn.Module, *, gradients: bool = True) -> Iterator[None]:
     """Inside, the model may be trained on anything; afterwards everything is as it was, to the last bit.
@@ -18,31 +45,26 @@ def untouched(model: nn.Module, *, gradients: bool = True) -> Iterator[None]:
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     saved = [(p, p.grad, _take_hooks(p)) for p in parameters]
-    buffers = [(owner, name, b, None if b is None else b.detach().clone()) for owner, name, b in _buffers(model)]
-    attributes = [(vars(module), vars(module).copy()) for module in model.modules()]
-    before = _random_state()
+    before = Before(model)
     try:
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter) if gradients else None
         yield
     finally:
-        _restore_random(before)
-        for now, then in attributes:
-            now.clear()
-            now.update(then)
-        for owner, name, buffer, copy in buffers:
-            owner._buffers[name] = buffer
-            if buffer is not None and copy is not None:
-                with torch.no_grad():
-                    buffer.copy_(copy)
+        before.restore()
         for parameter, gradient, hooks in saved:
             parameter.grad = gradient
             if hooks:
                 parameter._post_accumulate_grad_hooks.update(hooks)
 
 
-def _buffers(model: nn.Module) -> list[tuple[nn.Module, str, Tensor | None]]:
+def _held(model: nn.Module) -> list[tuple[nn.Module, str, Tensor | None]]:
     return [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
+
+
+def _generators(model: nn.Module) -> list[torch.Generator]:
+    """Generators that modules keep for themselves."""
+    return [value for m in model.modules() for value in vars(m).values() if isinstance(value, torch.Generator)]
 
 
 def _take_hooks(parameter: nn.Parameter) -> dict[Any, Any]:

@@ -40,7 +40,7 @@ def cost_of_update(model: nn.Module, optimizer: Optimizer | None) -> UpdateCost:
         return UpdateCost(0, 0.0, 0)
     device = trained[0].device
     try:
-        state, seconds = _tried(optimizer, min(elements, _SCRATCH), trained[0].dtype, device)
+        state, seconds = _tried(optimizer, min(elements, _SCRATCH), _moved_dtype(optimizer, trained[0]), device)
     except Exception as error:  # whatever an optimizer of somebody else wants
         size = 2 * sum(_size(p) for p in trained)
         note = (
@@ -71,6 +71,12 @@ def _tried(optimizer: Optimizer, count: int, dtype: torch.dtype, device: torch.d
         took.append(time.perf_counter() - began)
     torch.set_rng_state(state)
     return _held(trial) / scratch.numel(), min(took) / scratch.numel()
+
+
+def _moved_dtype(optimizer: Optimizer, parameter: Tensor) -> torch.dtype:
+    """That of what the optimizer moves: masters in fp32, where the model's own weights have less."""
+    moved = [p for group in optimizer.param_groups for p in group["params"]]
+    return moved[0].dtype if moved else parameter.dtype
 
 
 def _held(optimizer: Optimizer) -> int:

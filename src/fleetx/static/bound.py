@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from fleetx.static.feeding import as_batch, described, inputs_of
 from fleetx.static.fetching import Fetch, name_of, resolve
 from fleetx.static.program import Program
 from fleetx.static.recompiling import CompilationLog
+
+if TYPE_CHECKING:
+    from fleetx.static.planned import PlannedProgram
 
 # Where the programs of a model run; a model lives on one device.
 _devices: "weakref.WeakKeyDictionary[nn.Module, torch.device]" = weakref.WeakKeyDictionary()
@@ -46,6 +49,7 @@ class BoundProgram:
         self._require_strategy_of_model()
         self.optimizer = self._make_optimizer()
         self.forwards = forwards_of(self.model, compile=program.compile, mode=program.mode)
+        self.planned = _planned_program(self)
         self.log = CompilationLog(self.model, enabled=program.compile)
         self._resolved: dict[str, Fetch] = {}
         self._inputs = inputs_of(program)
@@ -58,6 +62,8 @@ class BoundProgram:
         self._require_in_place()
         batch = as_batch(self._inputs.check(feed), self.device, getattr(self.model, "host_inputs", ()))
         outputs = tuple(sorted({fetch.name for fetch in fetches if fetch.kind == "output"}))
+        if self.planned is not None:
+            self.forwards = self.planned.forwards(batch)
         evaluating = _evaluating(self.model) if self.optimizer is None else nullcontext()
         # What is fetched stays hooked until the update is done: a segment that is repeated must find itself unchanged.
         with evaluating, self.forwards.fetching(outputs) as taps:
@@ -195,6 +201,15 @@ class BoundProgram:
     def _weights(self) -> str:
         found = {str(p.dtype).removeprefix("torch.") for p in self.model.parameters() if p.is_floating_point()}
         return " and ".join(sorted(found)) or "none"
+
+
+def _planned_program(bound: BoundProgram) -> "PlannedProgram | None":
+    planning = None if bound.optimizer is None else bound.optimizer.planning
+    if planning is None:
+        return None
+    from fleetx.static.planned import PlannedProgram  # the planner, which most programs do without
+
+    return PlannedProgram(bound.program, planning)
 
 
 @contextmanager

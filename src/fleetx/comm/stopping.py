@@ -1,0 +1,75 @@
+"""Whether the job was asked to stop: a signal may reach workers at different times, but all must leave together.
+
+Each worker says in the message that closes a window whether it has got the signal. So all of them learn it from the
+same window, and no further message is needed.
+"""
+
+import signal
+import threading
+from types import FrameType
+
+from torch import Tensor
+
+from fleetx.comm import world
+from fleetx.outcome import HostValue
+
+
+class _State:
+    """What this worker knows."""
+
+    wanted = False
+    listening = False
+    # What all workers said when the latest window closed, and when the one before it did.
+    latest: HostValue | bool = False
+    previous: HostValue | bool = False
+
+
+_state = _State()
+
+
+def listen() -> None:
+    """From now on SIGTERM and Ctrl-C ask this worker to leave, rather than ending it."""
+    if _state.listening or threading.current_thread() is not threading.main_thread():
+        return
+    _state.listening = True
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # What the script has set up by itself stays.
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, _on_signal)
+
+
+def is_wanted() -> bool:
+    """Whether this worker has got the signal."""
+    return _state.wanted
+
+
+def note(stop: Tensor) -> None:
+    """How many workers had got the signal when the window closed."""
+    _state.previous, _state.latest = _state.latest, HostValue(stop.detach().clone())
+
+
+def note_alone() -> None:
+    """A worker alone need not ask anybody."""
+    _state.previous = _state.latest = _state.wanted
+
+
+def is_agreed() -> bool:
+    """The same answer on all workers. On a GPU it is that of the window before the latest, so as not to wait."""
+    latest = _state.latest
+    if isinstance(latest, HostValue) and latest.on_device:
+        return _true(_state.previous)
+    return _true(latest)
+
+
+def _true(value: HostValue | bool) -> bool:
+    return value.get() > 0 if isinstance(value, HostValue) else value
+
+
+def _on_signal(number: int, _frame: FrameType | None) -> None:
+    """The same signal may come twice, from a batch system and from the launcher; who has no patience sends SIGKILL.
+
+    At a terminal, without a launcher, a second Ctrl-C is meant as it always is.
+    """
+    if _state.wanted and number == signal.SIGINT and world.launched_size() == 1:
+        raise KeyboardInterrupt
+    _state.wanted = True

@@ -1,0 +1,50 @@
+"""Which devices there are, how much memory they have, and how fast bytes travel between them and the host."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fleetx.bench.results import describe_machine
+from fleetx.planner.link import bandwidth
+from fleetx.units import format_bytes
+
+
+def all_devices() -> list[torch.device]:
+    """The CPU and every GPU."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [torch.device("cpu"), *(torch.device("cuda", number) for number in range(count))]
+
+
+def devices() -> dict[str, Any]:
+    """Of each device what it is and has."""
+    cpu = f"{describe_machine()['cpu']}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads"
+    found: dict[str, Any] = {"cpu": cpu, "host memory": host_memory()}
+    return found | {str(device): _gpu(device) for device in all_devices() if device.type == "cuda"}
+
+
+def host_memory() -> str:
+    """How much there is, and how much of it is free."""
+    info = Path("/proc/meminfo")
+    if not info.exists():
+        return "unknown"
+    lines = dict(line.split(":", 1) for line in info.read_text(encoding="utf-8").splitlines())
+    total, free = (int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    return f"{format_bytes(total)}, {format_bytes(free)} available"
+
+
+def _gpu(device: torch.device) -> str:
+    properties = torch.cuda.get_device_properties(device)
+    free, total = torch.cuda.mem_get_info(device)
+    capability = f"{properties.major}.{properties.minor}"
+    return f"{properties.name}, capability {capability}, {format_bytes(total)}, {format_bytes(free)} free"
+
+
+def links() -> dict[str, Any]:
+    """Bytes per second to pinned host memory and back, measured while the device computes; nothing without a GPU."""
+    return {
+        f"{device} and host": f"{bandwidth(device) / 1e9:.1f} GB/s in each direction, while computing"
+        for device in all_devices()
+        if device.type == "cuda"
+    }

@@ -1,0 +1,77 @@
+"""A `Step` whose model is planned: with its first batch, watched in its first updates, repeated if memory runs out."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from fleetx.comm import sharing, world
+from fleetx.fleet.planning import Planning
+from fleetx.outcome import Outcome
+from fleetx.planner.feeding import Feeding
+from fleetx.planner.untouched import Before
+from fleetx.shares import Shares
+from fleetx.slicing import Batch, batch_size
+
+if TYPE_CHECKING:
+    from fleetx.batch_step import Step
+
+MOST_RETRIES = 5
+
+
+class PlannedStep:
+    """Runs a step's batches with its plan."""
+
+    def __init__(self, step: "Step", planning: Planning, feeding: Feeding) -> None:
+        self.step = step
+        self.planning = planning
+        self.feeding = feeding
+        self.engine = step.optimizer.engine
+        planning.door = "Step"
+
+    def run(self, batch: Batch) -> Outcome:
+        """One update."""
+        if self.planning.plan is None:
+            self._begin(batch)
+        self.engine.stopwatch.start()
+        with self.planning.watched():
+            retries = self.planning.strategy.recompute_configs.oom_retry
+            names, shares = self._merge_with_retries(batch) if retries else self.step.merge(batch)
+            return self.step.close(names, shares)
+
+    def _begin(self, batch: Batch) -> None:
+        size, wanted = batch_size(batch), self.planning.strategy.recompute_configs.global_batch
+        if wanted is not None and abs(size * world.size() - wanted) >= world.size():
+            raise ValueError(
+                f"recompute_configs.global_batch is {wanted}, but the first batch has {size} samples on each of "
+                f"{world.size()} workers. Give Step batches of {max(1, wanted // world.size())}, or correct it."
+            )
+        if wanted is None:
+            self.step.require_enough(size)
+        self.engine.window.discard()
+        k_steps = self.engine.k_steps if wanted is None else None
+        self.planning.begin(self.feeding, batch, samples=size, k_steps=k_steps)
+
+    def _merge_with_retries(self, batch: Batch) -> tuple[tuple[str, ...], Shares]:
+        """Merge the batch; if memory runs out on any worker, all begin again with a smaller plan.
+
+        Nothing has left for the other workers by then, and buffers and random numbers are as before, so that the update
+        is the same.
+        """
+        device = self.engine.updater.device
+        for attempt in range(1 + MOST_RETRIES):
+            before = Before(self.step.model)
+            merged, failure = None, None
+            try:
+                merged = self.step.merge(batch, reduce_later=True)
+            except torch.OutOfMemoryError as error:
+                failure = error.with_traceback(None)  # whose frames hold activations
+            if not sharing.any_worker(failure is not None, device):
+                assert merged is not None
+                return merged
+            merged = None
+            self.engine.window.start_over()
+            before.restore()
+            if attempt == MOST_RETRIES:
+                raise failure or torch.OutOfMemoryError(f"another worker ran out of memory {attempt + 1} times.")
+            self.planning.shrink(failure)
+        raise AssertionError("unreachable")

@@ -1,0 +1,270 @@
+"""`checkpoints = "auto"`: a plan that is made with the first real batch, checked by the first updates, and made anew.
+
+All workers have the same plan: budgets are the least of all, peaks the largest, and the first worker decides.
+"""
+
+import json
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fleetx.comm import sharing, world
+from fleetx.fleet.consumption import Consumption, tensors_of
+from fleetx.memory import Applied, applied_to
+from fleetx.notices import tell_once
+from fleetx.planner.blocks import find_blocks
+from fleetx.planner.budget import budget_on, free_on
+from fleetx.planner.costs import NOTHING, Profile
+from fleetx.planner.feeding import Feeding
+from fleetx.planner.plan import Plan
+from fleetx.planner.profile import measure
+from fleetx.planner.search import DoesNotFit, plan_for
+from fleetx.planner.verify import MOST_PLANS, allowed, until_verified
+from fleetx.slicing import Batch, map_tensors
+from fleetx.strategy import DistributedStrategy
+
+Door = Literal["minimize", "Step", "a program"]
+CHECKED = 2  # updates; before the first one the optimizer has no state yet
+SMALLER = 0.9  # of the peak that ran out of memory
+
+_plannings: "weakref.WeakKeyDictionary[nn.Module, Planning]" = weakref.WeakKeyDictionary()
+
+
+class Planning:
+    """The plan of one model."""
+
+    def __init__(self, model: nn.Module, strategy: DistributedStrategy, on_change: Callable[[Applied], None]) -> None:
+        self.strategy = strategy
+        self.plan: Plan | None = None
+        self.door: Door = "minimize"
+        self.replanned = 0
+        self._model = weakref.ref(model)
+        self._optimizer: Any = lambda: None
+        self._on_change = on_change  # told when another plan is on the model
+        self._profile: Profile | None = None
+        self._question: dict[str, Any] = {}
+        self._unchecked = CHECKED
+        self._consumption: Consumption | None = None
+        self._compile_options: dict[str, Any] = {}
+        _plannings[model] = self
+
+    @property
+    def model(self) -> nn.Module:
+        """What is planned."""
+        model = self._model()
+        assert model is not None
+        return model
+
+    @property
+    def optimizer(self) -> Any:
+        """What moves the model's weights; None until it is made."""
+        return self._optimizer()
+
+    def attach(self, optimizer: Any) -> None:
+        """From now on this distributed optimizer's updates are watched."""
+        self._optimizer = weakref.ref(optimizer)
+        optimizer.engine.on_update.append(self.after_update)
+
+    # The first batch -------------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        feeding: Feeding,
+        batch: Batch,
+        *,
+        samples: int,
+        k_steps: int | None,
+        compile: bool | None = None,
+        **compile_options: Any,
+    ) -> None:
+        """Measure, plan, try the plan on this batch, and put it on the model; all workers together, and once.
+
+        An update sees so many `samples` of this worker, in `k_steps` micro-batches, or in as many as the planner
+        chooses if that is None. `batch` may be any part of them.
+        """
+        if self.plan is not None:
+            return
+        configs, device = self.strategy.recompute_configs, feeding.device
+        self._compile_options = compile_options
+        budget, notes = budget_on(device, configs.memory_budget)
+        profile = measure(
+            feeding,
+            batch,
+            find_blocks(feeding, batch),
+            optimizer=self.optimizer.inner,
+            compile=self.strategy.compile if compile is None else compile,
+            bandwidth=None if configs.enable_offload else 0.0,
+        )
+        profile = replace(self._with_everything(profile, batch, device), notes=(*profile.notes, *notes))
+        self._question = {
+            "memory": sharing.least(budget, device),
+            "global_batch": sharing.most(samples, device),
+            "k_steps": k_steps,
+        }
+        verified = until_verified(profile, feeding, batch, self._made, lambda peak: sharing.most(peak, device))
+        self._profile = verified.profile
+        self._consumption = Consumption(device)
+        self._put_on(verified.plan)
+
+    def _with_everything(self, profile: Profile, batch: Batch, device: torch.device) -> Profile:
+        """The profile with what only this job has: masters, compressed gradients, a batch that is there whole."""
+        engine, fixed = self.optimizer.engine, dict(profile.fixed)
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        if engine.updater.masters is not None:
+            fixed["master weights"] = sum(4 * p.numel() for p in parameters if p.element_size() < 4)
+        if world.size() > 1 and (self.strategy.fp16_allreduce or self.strategy.bf16_allreduce):
+            fixed["compressed gradients"] = sum(2 * p.numel() for p in parameters)
+        if world.size() > 1:
+            profile = replace(profile, gradient_parts=())  # they stay in the buckets that are sent
+        there = _bytes_on(batch, device) if device.type == "cuda" else 0
+        if there:
+            return replace(profile, fixed=fixed | {"whole batch": there}, batch_bytes=NOTHING)
+        return replace(profile, fixed=fixed)
+
+    # Afterwards ------------------------------------------------------------------------------------------
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Around an update of `Step`, while the plan is still to be checked."""
+        if self._consumption is None or not self._unchecked or self.optimizer is None:
+            return nullcontext()
+        return self._consumption.counting(tensors_of(self.model, self.optimizer))
+
+    def after_update(self) -> None:
+        """Compare what an update took with the prediction; plan anew if it took too much. Nothing is done twice."""
+        if self.plan is None or self._consumption is None or not self._unchecked:
+            return
+        taken = self._consumption.taken()
+        if taken is None:
+            return
+        peak = sharing.most(taken.peak, self._consumption.device)
+        plan = self.plan = self._compared(self.plan, peak, taken.seconds)
+        self._unchecked -= 1
+        if peak > allowed(plan):
+            self._plan_anew(plan, peak)
+        self._consumption.begin()
+
+    def _compared(self, plan: Plan, peak: int, seconds: float | None) -> Plan:
+        if seconds is None:
+            seconds = plan.seconds if plan.measured is None else plan.measured.seconds
+        return plan.with_measurement(peak, seconds)
+
+    def _plan_anew(self, plan: Plan, peak: int) -> None:
+        assert self._profile is not None
+        if self.replanned >= MOST_PLANS:
+            tell_once(
+                "planning.peak",
+                f"updates take {peak / plan.peak - 1:.1%} more memory than planned, after {MOST_PLANS} new plans; a "
+                "lower recompute_configs.memory_budget leaves room for that.",
+            )
+            return
+        self.replanned += 1
+        self._unchecked = CHECKED
+        # More each time: another plan is wrong by another amount.
+        self._profile = self._profile.corrected(plan.micro_batch, (peak - plan.peak) * self.replanned)
+        try:
+            made = self._made(self._profile)
+        except DoesNotFit as error:
+            tell_once("planning.fit", f"updates take {peak / plan.peak - 1:.1%} more memory than planned, and {error}")
+            return
+        self._put_on(made)
+
+    def shrink(self, failure: BaseException | None) -> None:
+        """A plan that needs less, the same on all workers; if there is none, memory has run out for good."""
+        assert self.plan is not None
+        assert self._consumption is not None
+        device, now = self._consumption.device, self.plan.peak
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            now = min(now, free_on(device))  # another process may have taken the rest
+        budget = sharing.least(min(int(now * SMALLER), self._question["memory"]), device)
+        try:
+            made = self._made(self._profile, memory=budget, below=self.plan.peak)
+        except DoesNotFit as error:
+            out = failure or torch.OutOfMemoryError("another worker ran out of memory.")
+            out.add_note(f"FleetX: no smaller plan is possible: {error}")
+            raise out from None
+        self._question["memory"] = budget
+        self._unchecked = CHECKED
+        tell_once("planning.oom", f"memory ran out; the step is done again within {made.peak / 2**30:.2f} GiB.")
+        self._put_on(made)
+
+    # How -------------------------------------------------------------------------------------------------
+
+    def _made(self, profile: Profile | None, below: int | None = None, **changed: Any) -> Plan:
+        """The first worker's plan; with `below`, any that takes less than that will do if the budget is too small."""
+        device = next(self.model.parameters()).device
+        said = _said(lambda: self._solved(profile, below, changed)) if world.rank() == 0 else ""
+        return _heard(sharing.from_first(said, device))
+
+    def _solved(self, profile: Profile | None, below: int | None, changed: Mapping[str, Any]) -> Plan:
+        assert profile is not None
+        question = {**self._question, **changed}
+        try:
+            return plan_for(profile, **question)
+        except DoesNotFit as error:
+            if below is None or error.least_memory is None or error.least_memory >= below:
+                raise
+            return plan_for(profile, **question | {"memory": error.least_memory})
+
+    def _put_on(self, plan: Plan) -> None:
+        self.take_off()
+        self.plan = plan
+        if self._question["k_steps"] is None:
+            self.optimizer.engine.k_steps = plan.k_steps
+        applied = plan.apply(self.model, **(self._compile_options if plan.compile else {}))
+        if applied is not None:
+            self._on_change(applied)
+        if self._consumption is not None:
+            if self._consumption.on_gpu:
+                torch.cuda.empty_cache()  # blocks of the sizes of another plan
+            self._consumption.begin()
+
+    def take_off(self) -> None:
+        """Take the plan off the model."""
+        present = applied_to(self.model)
+        if present is not None:
+            present.remove()
+
+
+def planning_of(model: nn.Module) -> Planning | None:
+    """The planning of a model whose strategy says "auto"."""
+    return _plannings.get(model)
+
+
+def plannings_with(parameters: list[Tensor]) -> Iterator[Planning]:
+    """Those whose models have any of these parameters."""
+    wanted = {id(parameter) for parameter in parameters}
+    for model, planning in list(_plannings.items()):
+        if any(id(parameter) in wanted for parameter in model.parameters()):
+            yield planning
+
+
+def _said(make: Callable[[], Plan]) -> str:
+    """A plan, or why there is none, as text for the other workers."""
+    try:
+        return make().to_json()
+    except DoesNotFit as error:
+        return json.dumps({"does not fit": [str(error), error.least_memory, error.largest_micro_batch]})
+
+
+def _heard(text: str) -> Plan:
+    if text.startswith('{"does not fit"'):
+        raise DoesNotFit(*json.loads(text)["does not fit"])
+    return Plan.from_json(text)
+
+
+def _bytes_on(batch: Batch, device: torch.device) -> int:
+    found: list[int] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.device == device:
+            found.append(tensor.numel() * tensor.element_size())
+        return tensor
+
+    map_tensors(batch, note)
+    return sum(found)

@@ -1,0 +1,314 @@
+"""The workers of one host, as their launcher sees them."""
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fleetx import boxes
+from fleetx.comm import beats
+from fleetx.launch import hatch, worker
+from fleetx.launch.ending import Ending
+from fleetx.launch.logs import Relay, WorkerLog
+from fleetx.launch.nursery import MOST_BYTES, Orders
+from fleetx.launch.oom import OutOfMemory
+from fleetx.launch.stacks import Stack, is_stopped, read_stack
+
+CONSOLE_NAME = "[worker 0] "
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What a host must know to start its share of the workers, once."""
+
+    number: int
+    first_rank: int
+    world_size: int
+    node: int
+    nodes: int
+    master: str
+    port: int
+    endpoints: list[str]
+    job_id: str
+    most_restarts: int
+    interface: str | None = None
+
+
+@dataclass(frozen=True)
+class CrewSettings:
+    """What stays the same over all attempts."""
+
+    command: list[str]
+    workers: int
+    host: str
+    log_dir: Path | None = Path("log")
+    environment: dict[str, str] = field(default_factory=dict)
+    fresh: bool = False
+    warm: bool = True
+
+
+@dataclass
+class _Living:
+    """A worker that was started and has not ended."""
+
+    pid: int | None
+    log: WorkerLog | None
+    memory: OutOfMemory
+    told_to_end: bool = False
+
+
+class Crew:
+    """Starts, signals and watches the workers of this host."""
+
+    def __init__(self, settings: CrewSettings, address: str, interface: str | None) -> None:
+        self.settings = settings
+        self.address = address
+        self.interface = interface
+        self._scratch = Path(tempfile.mkdtemp(prefix="fleetrun-"))
+        self._beats = beats.BeatReader(self._scratch / "beats", settings.workers)
+        self._nursery: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._is_ready = False
+        self._living: dict[int, _Living] = {}
+        self._relay: Relay | None = None
+        self._attempt: Attempt | None = None
+
+    # What the job asks for -----------------------------------------------------------------------------
+
+    def start(self, attempt: Attempt) -> None:
+        """Start all workers of this host."""
+        if self._nursery is None:
+            self._start_nursery()
+        self._attempt = attempt
+        self._beats.reset()
+        if attempt.number == 0:
+            print(boxes.envs_box(worker.fleet_environment(self._environment(attempt, 0))), flush=True)
+        for local in range(self.settings.workers):
+            self._start_worker(attempt, local)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The workers that live."""
+        return list(self._living)
+
+    def signal(self, number: int) -> None:
+        """Pass a signal on to the workers, for them to end."""
+        self._end_with(number, group=False)
+
+    def kill(self) -> None:
+        """End the workers and all they have started, at once."""
+        self._end_with(signal.SIGKILL, group=True)
+
+    def counts(self) -> dict[int, int]:
+        """How far each living worker has come."""
+        first = self._attempt.first_rank if self._attempt else 0
+        return {rank: self._beats.count(rank - first) for rank in self._living}
+
+    def has_failing(self) -> bool:
+        """Whether a living worker has said what its error is, and is about to end."""
+        return any(self._report_file(rank).exists() for rank in self._living)
+
+    def stacks(self, wait: float = 2.0) -> dict[int, Stack]:
+        """Where each living worker is just now."""
+        stopped = {rank: is_stopped(living.pid) for rank, living in self._living.items()}
+        self._tell({"signal": worker.STACK_SIGNAL, "ranks": self.ranks, "group": False})
+        # A stopped process handles no signal: it must go on for the moment that its stack takes.
+        self._tell({"signal": signal.SIGCONT, "ranks": self.ranks, "group": False})
+        end = time.monotonic() + wait
+        return {
+            rank: read_stack(self._stack_file(rank), living.pid, stopped[rank], end)
+            for rank, living in self._living.items()
+        }
+
+    def poll(self, wait: float) -> list[Ending]:
+        """Who has ended; looks for at most `wait` seconds."""
+        endings = []
+        if self._socket is not None and select.select([self._socket], [], [], wait)[0]:
+            endings = self._receive(self._socket)
+        elif self._socket is None:
+            time.sleep(wait)
+        if self._relay is not None:
+            self._relay.pump()
+        return endings
+
+    def silence(self) -> None:
+        """Show no more of what worker 0 prints: what it says now are consequences, and its log has them."""
+        if self._relay is not None:
+            self._relay.pump(whole=False)
+        self._relay = None
+
+    def close(self) -> None:
+        """End everything that is left."""
+        if self._socket is not None:
+            self._socket.close()  # the nursery then ends the workers, and itself
+            self._socket = None
+        if self._nursery is not None:
+            self._nursery.wait()
+            self._nursery = None
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def fileno(self) -> int:
+        """For waiting on several things at once."""
+        return -1 if self._socket is None else self._socket.fileno()
+
+    def _end_with(self, number: int, group: bool) -> None:
+        for living in self._living.values():
+            living.told_to_end = True
+        if self._nursery is not None and not self._is_ready:
+            self._nursery.kill()  # it still imports, and there is nobody yet who could handle a signal
+        self._tell({"signal": number, "ranks": self.ranks, "group": group})
+
+    # Starting ------------------------------------------------------------------------------------------
+
+    def _start_nursery(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            environment = os.environ | self.settings.environment
+            # Workers that each start a thread per core would fight over the cores.
+            threads = max(1, (os.cpu_count() or 1) // self.settings.workers)
+            environment.setdefault("OMP_NUM_THREADS", str(threads))
+            # Worth its time where more than one worker is going to be made.
+            warm = ["warm"] if self.settings.warm and not self.settings.fresh else []
+            self._nursery = subprocess.Popen(
+                [sys.executable, hatch.__file__, str(os.getpid()), str(theirs.fileno()), str(self._scratch), *warm],
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                start_new_session=True,  # Ctrl-C reaches the launcher alone, which passes it on
+            )
+        self._socket = ours
+        self._is_ready = False
+
+    def _start_worker(self, attempt: Attempt, local: int) -> None:
+        rank = attempt.first_rank + local
+        title = f"job {attempt.job_id}, attempt {attempt.number}"
+        log = WorkerLog(self.settings.log_dir or self._scratch, rank, title)
+        shown = rank == 0 and self.settings.log_dir is None
+        if rank == 0 and not shown:
+            self._relay = Relay(log, CONSOLE_NAME)
+        for file in (self._report_file(rank), self._stack_file(rank)):
+            file.unlink(missing_ok=True)
+        orders = Orders(
+            rank=rank,
+            command=self.settings.command,
+            environment=self._environment(attempt, local),
+            log=None if shown else str(log.path),
+            fresh=self.settings.fresh,
+        )
+        self._living[rank] = _Living(None, None if shown else log, OutOfMemory())
+        self._tell(asdict(orders))
+
+    def _environment(self, attempt: Attempt, local: int) -> dict[str, str]:
+        rank = attempt.first_rank + local
+        ours = {
+            "RANK": rank,
+            "WORLD_SIZE": attempt.world_size,
+            "LOCAL_RANK": local,
+            "LOCAL_WORLD_SIZE": self.settings.workers,
+            "GROUP_RANK": attempt.node,
+            "GROUP_WORLD_SIZE": attempt.nodes,
+            "MASTER_ADDR": attempt.master,
+            "MASTER_PORT": attempt.port,
+            # torch's words for a store that the launcher holds, and for a job that is restarted.
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RUN_ID": attempt.job_id,
+            "TORCHELASTIC_RESTART_COUNT": attempt.number,
+            "TORCHELASTIC_MAX_RESTARTS": attempt.most_restarts,
+            "PADDLE_TRAINER_ENDPOINTS": ",".join(attempt.endpoints),
+            beats.FILE: self._beats.place(local),
+            worker.REPORT: self._report_file(rank),
+            worker.STACK: self._stack_file(rank),
+        }
+        if attempt.interface:
+            ours |= {
+                name: attempt.interface
+                for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+                if name not in os.environ
+            }
+        return {name: str(value) for name, value in ours.items()}
+
+    # Hearing -------------------------------------------------------------------------------------------
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        if self._socket is None:
+            return
+        data = json.dumps(message).encode()
+        assert len(data) < MOST_BYTES
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # noticed when reading
+            self._socket.send(data)
+
+    def _receive(self, channel: socket.socket) -> list[Ending]:
+        endings = []
+        while select.select([channel], [], [], 0)[0]:
+            try:
+                data = channel.recv(MOST_BYTES)
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                return endings + self._lost_nursery()
+            message = json.loads(data)
+            if "ready" in message:
+                self._is_ready = True
+            if "started" in message:
+                living = self._living.get(message["started"])
+                if living is not None:
+                    living.pid = message["pid"]
+                    living.memory = OutOfMemory(message["pid"])
+            elif "ended" in message:
+                endings.append(self._ended(message["ended"], message["code"], message["time"]))
+        return endings
+
+    def _ended(self, rank: int, code: int, moment: float) -> Ending:
+        living = self._living.pop(rank)
+        if rank == 0 and self._relay is not None:
+            self._relay.pump(whole=False)
+        word = _word(self._report_file(rank))
+        if word and living.told_to_end and code < 0:
+            code = word.get("code", 1)  # it had failed by itself before, and was slow to end
+        return Ending(
+            rank=rank,
+            host=self.settings.host,
+            code=code,
+            time=word.get("time", moment),
+            log=None if living.log is None else str(living.log.path),
+            lines=[] if living.log is None else living.log.end(),
+            error_type=word.get("type", ""),
+            error=word.get("message", ""),
+            out_of_memory=code == -signal.SIGKILL and not living.told_to_end and living.memory.has_struck(),
+            by_us=living.told_to_end and code != 0 and not word,
+        )
+
+    def _lost_nursery(self) -> list[Ending]:
+        """The process that starts workers is gone, and the kernel has ended the workers with it."""
+        assert self._nursery is not None
+        code = self._nursery.wait()
+        self._nursery = None
+        if self._socket is not None:
+            self._socket.close()
+        self._socket = None
+        now = time.monotonic()
+        return [self._ended(rank, code if code else -signal.SIGKILL, now) for rank in self.ranks]
+
+    def _report_file(self, rank: int) -> Path:
+        return self._scratch / f"report.{rank}"
+
+    def _stack_file(self, rank: int) -> Path:
+        return self._scratch / f"stack.{rank}"
+
+
+def _word(path: Path) -> dict[str, Any]:
+    """What a worker wrote about its end; nothing if it could not."""
+    try:
+        word = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return word if isinstance(word, dict) else {}

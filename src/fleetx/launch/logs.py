@@ -1,0 +1,73 @@
+"""`log/workerlog.N`: what each worker prints, kept over restarts, and shown on the console for worker 0."""
+
+import contextlib
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import TextIO
+
+_TRACEBACK = "Traceback (most recent call last):"
+_MOST_LINES = 20
+_MOST_TRACEBACK = 80
+_MOST_BYTES = 1 << 18
+
+
+class WorkerLog:
+    """One worker's log during one attempt: a part of a file that earlier attempts may have begun."""
+
+    def __init__(self, folder: Path, rank: int, title: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / f"workerlog.{rank}"
+        begun = self.path.exists() and self.path.stat().st_size > 0
+        if begun:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(f"\n===== {title}, {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z} =====\n")
+        self.start = self.path.stat().st_size if self.path.exists() else 0
+
+    def end(self) -> list[str]:
+        """The last lines of this attempt; a traceback among them is shown from its beginning."""
+        try:
+            with self.path.open("rb") as file:
+                size = file.seek(0, 2)
+                file.seek(max(self.start, size - _MOST_BYTES))
+                text = file.read().decode("utf-8", errors="replace")
+        except OSError:
+            return []
+        return last_lines(text)
+
+
+def last_lines(text: str) -> list[str]:
+    """The end of a log: some lines, or all of the last traceback and a few lines before it."""
+    lines = [line.rpartition("\r")[2] for line in text.rstrip().split("\n")] if text.strip() else []
+    lines = lines[-_MOST_TRACEBACK:]
+    # The first of them, since an error may stand below those that led to it.
+    traces = [index for index, line in enumerate(lines) if line.endswith(_TRACEBACK)]
+    return lines[max(0, traces[0] - 5) :] if traces else lines[-_MOST_LINES:]
+
+
+class Relay:
+    """Shows a growing log on the console, whole lines only, each with the worker's name before it."""
+
+    def __init__(self, log: WorkerLog, name: str, console: TextIO | None = None) -> None:
+        self._path, self._place, self._name = log.path, log.start, name
+        self._console = console or sys.stdout
+        self._rest = b""
+
+    def pump(self, whole: bool = True) -> None:
+        """Show what is new; `whole=False` also a last line that has no end yet."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._place)
+                new = file.read()
+        except OSError:
+            return
+        self._place += len(new)
+        *lines, self._rest = (self._rest + new).split(b"\n")
+        if not whole and self._rest:
+            lines, self._rest = [*lines, self._rest], b""
+        if lines:
+            # A bar redraws its line after a carriage return: the last state of it is what counts.
+            texts = [line.decode("utf-8", errors="replace").rpartition("\r")[2] for line in lines]
+            with contextlib.suppress(BrokenPipeError):  # nobody reads the console any more; the log has it all
+                self._console.write("".join(f"{self._name}{text}\n" for text in texts))
+                self._console.flush()

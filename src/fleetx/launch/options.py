@@ -1,0 +1,270 @@
+"""The options of `fleetrun`: their meaning, their defaults, and what is wrong with them."""
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fleetx.launch.devices import Devices, parse_devices
+from fleetx.launch.network import LOOPBACK, is_here
+
+DEFAULT_PORT = 6170
+# Shown by the guide, for parameter servers and heterogeneous jobs. They have no meaning here.
+MEANINGLESS = ("heter_worker_num", "heter_workers", "http_port", "servers", "workers", "server_num", "worker_num")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `fleetrun` was asked to do, checked."""
+
+    command: list[str]
+    workers: int
+    devices: Devices | None
+    least_hosts: int
+    most_hosts: int
+    master: tuple[str, int] | None
+    ips: list[str]
+    rank: int | None
+    log_dir: Path
+    max_restart: int
+    job_id: str | None
+    progress_timeout: float
+    stop_timeout: float
+    join_timeout: float
+    secret_file: Path | None
+    fresh_workers: bool
+
+    @property
+    def alone(self) -> bool:
+        """Whether the job needs no other machine."""
+        return self.most_hosts == 1
+
+    def banner(self) -> dict[str, object]:
+        """The rows of the guide's block."""
+        hosts = f"{self.least_hosts}:{self.most_hosts}" if self.least_hosts != self.most_hosts else self.most_hosts
+        return {
+            "gpus": self.devices,
+            "heter_worker_num": None,
+            "heter_workers": None,
+            "http_port": None,
+            "ips": ",".join(self.ips),
+            "job_id": self.job_id,
+            "log_dir": self.log_dir,
+            "master": None if self.master is None else f"{self.master[0]}:{self.master[1]}",
+            "max_restart": self.max_restart,
+            "nnodes": hosts,
+            "nproc_per_node": self.workers,
+            "progress_timeout": f"{self.progress_timeout:g}",
+            "rank": self.rank,
+            "training_script": self.command[0] if self.command[0] != "-m" else " ".join(self.command[:2]),
+            "training_script_args": self.command[1:] if self.command[0] != "-m" else self.command[2:],
+        }
+
+
+def parse(arguments: Sequence[str] | None = None) -> Options:
+    """Read the command line; what is wrong ends the program with a message."""
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    for name in MEANINGLESS:
+        if getattr(given, name) is not None:
+            parser.error(
+                f"--{name} belongs to parameter servers and heterogeneous jobs, which FleetX does not have; "
+                f"got {getattr(given, name)!r}. Leave it out."
+            )
+    if given.script is None:
+        parser.error("the following arguments are required: script")
+    command = ["-m", given.script, *given.script_args] if given.module else [given.script, *given.script_args]
+    if not given.module and not Path(given.script).is_file():
+        parser.error(f"the script {given.script!r} does not exist (looked in {Path.cwd()}).")
+    least, most = given.nnodes or (1, 1)
+    ips = given.ips or [LOOPBACK]
+    if given.ips and given.nnodes and most != len(ips):
+        parser.error(f"--nnodes {most} contradicts --ips, which names {len(ips)} hosts: leave one of them out.")
+    if given.ips:
+        least = most = len(ips)
+    master = given.master
+    if most > 1 and master is None and given.ips:
+        master = (ips[0], DEFAULT_PORT)
+    if most > 1 and master is None:
+        parser.error(
+            f"--nnodes {most} needs --master HOST:PORT, the address of the first host, the same on all of them."
+        )
+    if given.rank is not None and not 0 <= given.rank < most:
+        parser.error(f"--rank must be from 0 to {most - 1} with --nnodes {most}, not {given.rank}.")
+    rank = given.rank
+    if rank is None and given.ips and most > 1:
+        here = [index for index, address in enumerate(ips) if is_here(address)]
+        if not here:
+            parser.error(f"none of --ips {','.join(ips)} is an address of this machine: name the right one, or --rank.")
+        rank = here[0]
+    return Options(
+        command=command,
+        workers=_workers(parser, given.nproc_per_node, given.devices),
+        devices=given.devices,
+        least_hosts=least,
+        most_hosts=most,
+        master=master,
+        ips=ips,
+        rank=rank,
+        log_dir=given.log_dir,
+        max_restart=given.max_restart,
+        job_id=given.job_id,
+        progress_timeout=given.progress_timeout,
+        stop_timeout=given.stop_timeout,
+        join_timeout=given.join_timeout,
+        secret_file=given.secret_file,
+        fresh_workers=given.fresh_workers,
+    )
+
+
+def _workers(parser: argparse.ArgumentParser, count: int | None, devices: Devices | None) -> int:
+    if devices is not None:
+        if count is not None and count != len(devices.names):
+            more = " (more workers than devices)" if count > len(devices.names) else ""
+            parser.error(f"--nproc_per_node {count} contradicts --devices {devices}{more}: leave one of them out.")
+        return len(devices.names)
+    gpus = torch.cuda.device_count()
+    if count is not None and gpus and count > gpus:
+        parser.error(
+            f"--nproc_per_node {count} asks for more workers than this machine has GPUs ({gpus}): each worker needs "
+            "its own. Lower it, or run on the host with --devices cpu,cpu,..."
+        )
+    return count or gpus or 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fleetrun",
+        usage="fleetrun [options] script.py [script options]",
+        description="Start a training script on several workers, watch them, and restart them when one fails.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("script", nargs="?", help="the Python script that each worker runs")
+    parser.add_argument("script_args", nargs=argparse.REMAINDER, help="its own options, passed on as they are")
+
+    here = parser.add_argument_group("workers of this machine")
+    here.add_argument(
+        "--devices",
+        "--gpus",
+        type=parse_devices,
+        metavar="LIST",
+        help="one worker per device: GPU numbers such as 0,1, or cpu,cpu to run on the host",
+    )
+    here.add_argument(
+        "--nproc_per_node", type=_count, metavar="N", help="workers to start (default: one per GPU, without GPUs one)"
+    )
+    here.add_argument("--module", "-m", action="store_true", help="script is the name of a module, as in python -m")
+    here.add_argument("--log_dir", type=Path, default=Path("log"), metavar="DIR", help=_LOG_DIR)
+    here.add_argument("--fresh_workers", action="store_true", help=_FRESH)
+
+    many = parser.add_argument_group("several machines (start fleetrun on each of them with the same options)")
+    many.add_argument("--ips", type=_addresses, metavar="LIST", help="addresses of all machines, the first one leads")
+    many.add_argument(
+        "--nnodes", type=_range, metavar="N or MIN:MAX", help="how many machines; a range makes the job elastic"
+    )
+    many.add_argument(
+        "--master", type=_endpoint, metavar="HOST:PORT", help="where the first machine listens for the others"
+    )
+    many.add_argument("--rank", type=_whole, metavar="N", help="this machine's number, 0 is the one at --master")
+    many.add_argument("--secret_file", type=Path, metavar="FILE", help=_SECRET)
+    many.add_argument(
+        "--join_timeout",
+        type=_seconds,
+        default=300.0,
+        metavar="SECONDS",
+        help="how long to wait for machines that have not joined (default 300)",
+    )
+
+    wrong = parser.add_argument_group("when something goes wrong")
+    wrong.add_argument(
+        "--max_restart",
+        type=_whole,
+        default=0,
+        metavar="N",
+        help="restart all workers up to N times when one fails; the script resumes from its checkpoint (default 0)",
+    )
+    wrong.add_argument("--progress_timeout", type=_seconds, default=600.0, metavar="SECONDS", help=_PROGRESS)
+    wrong.add_argument(
+        "--stop_timeout",
+        type=_seconds,
+        default=30.0,
+        metavar="SECONDS",
+        help="how long workers may take to save and leave after Ctrl-C or SIGTERM (default 30)",
+    )
+    wrong.add_argument("--job_id", type=_name, metavar="NAME", help="a name for logs and messages (default: random)")
+    for name in MEANINGLESS:
+        parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
+    return parser
+
+
+_LOG_DIR = "where workerlog.N keeps what worker N prints, over all restarts (default log)"
+_FRESH = "let each worker import torch by itself, rather than forking a process that has done so"
+_SECRET = "a file with a secret that all machines share; else the variable FLEETX_JOB_SECRET has it"
+_PROGRESS = (
+    "a worker that has begun to train and makes no step for so long is named with its stack, and counts as failed "
+    "(default 600, 0 switches it off)"
+)
+_EXAMPLES = """examples:
+  fleetrun --nproc_per_node 2 train.py --lr 0.1
+  fleetrun --gpus 0,1 --max_restart 3 train.py
+  fleetrun --ips 10.0.0.1,10.0.0.2 --gpus 0,1,2,3 train.py          on both machines
+  fleetrun --nnodes 2:4 --master 10.0.0.1:6170 --rank 0 train.py    goes on while two machines are left"""
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
+    return int(text)
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 0, not {text!r}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of seconds, at least 0, not {text!r}")
+    return value
+
+
+def _range(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= least <= most:
+        raise argparse.ArgumentTypeError(
+            f"must be a number of machines such as 2, or a range such as 2:4, not {text!r}"
+        )
+    return least, most
+
+
+def _endpoint(text: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    if not colon:
+        host, port = text, str(DEFAULT_PORT)
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise argparse.ArgumentTypeError(f"must be HOST:PORT such as 10.0.0.1:{DEFAULT_PORT}, not {text!r}")
+    return host, int(port)
+
+
+def _addresses(text: str) -> list[str]:
+    addresses = [address.strip() for address in text.split(",")]
+    if not all(addresses) or len(set(addresses)) < len(addresses):
+        raise argparse.ArgumentTypeError(f"must be different addresses such as 10.0.0.1,10.0.0.2, not {text!r}")
+    return addresses
+
+
+def _name(text: str) -> str:
+    if not re.fullmatch(r"[\w.-]{1,64}", text):
+        raise argparse.ArgumentTypeError(f"must be letters, digits, dots and dashes, at most 64, not {text!r}")
+    return text

@@ -1,0 +1,130 @@
+"""The workers of a machine that has joined, as the leading launcher sees them."""
+
+import time
+from typing import Any
+
+from fleetx.launch.channel import Channel, ChannelClosedError
+from fleetx.launch.crew import Attempt, CrewSettings
+from fleetx.launch.ending import LOST, Ending
+from fleetx.launch.stacks import Stack
+
+# Machines that have joined send word every second; one that is silent for so long is lost.
+SILENCE = 10.0
+WORD_EVERY = 1.0
+
+
+class RemoteCrew:
+    """Passes orders on to the launcher there, and keeps what it reports."""
+
+    def __init__(self, channel: Channel, joined: dict[str, Any]) -> None:
+        self.settings = CrewSettings(command=[], workers=joined["workers"], host=joined["host"])
+        self.address: str = joined["address"]
+        self.interface: str | None = joined["interface"]
+        self.node: int | None = joined["rank"]
+        self.lost = ""
+        self.asked_to_stop: list[int] = []
+        self._channel = channel
+        self._ranks: list[int] = []
+        self._counts: dict[int, int] = {}
+        self._has_failing = False
+        self._early: list[Ending] = []  # endings that came while we waited for something else
+        self._stacks: dict[int, Stack] | None = None
+        self._heard = self._told = time.monotonic()
+
+    @property
+    def ranks(self) -> list[int]:
+        """The workers that live, as far as is known."""
+        return list(self._ranks)
+
+    def start(self, attempt: Attempt) -> None:
+        """Start all workers there."""
+        self._ranks = list(range(attempt.first_rank, attempt.first_rank + self.settings.workers))
+        self._counts = {}
+        self._has_failing = False
+        self._send({"start": vars(attempt)})
+
+    def signal(self, number: int) -> None:
+        """Pass a signal on."""
+        self._send({"signal": number})
+
+    def kill(self) -> None:
+        """End the workers there."""
+        self._send({"kill": True})
+
+    def silence(self) -> None:
+        """Nothing of it is shown here anyhow."""
+
+    def counts(self) -> dict[int, int]:
+        """How far each living worker had come when the launcher there last sent word."""
+        return {rank: self._counts.get(rank, 0) for rank in self._ranks}
+
+    def has_failing(self) -> bool:
+        """Whether a worker there is about to end."""
+        return self._has_failing
+
+    def stacks(self, wait: float = 2.0) -> dict[int, Stack]:
+        """Where each living worker is; empty stacks if the answer does not come."""
+        self._stacks = None
+        self._send({"stacks": wait})
+        end = time.monotonic() + wait + 1.0
+        while self._stacks is None and not self.lost and time.monotonic() < end:
+            self._early += self._listen(0.05)
+        return self._stacks or {rank: Stack() for rank in self._ranks}
+
+    def poll(self, wait: float) -> list[Ending]:
+        """Who has ended there; all of them, if the machine is lost."""
+        early, self._early = self._early, []
+        endings = early + self._listen(wait)
+        now = time.monotonic()
+        if now - self._told > WORD_EVERY:
+            self._told = now
+            self._send({"ping": True})
+        if not self.lost and now - self._heard > SILENCE:
+            self.lost = f"it has been silent for {now - self._heard:.0f} s"
+        return endings + self._lost_ones()
+
+    def end(self, code: int, sentence: str) -> None:
+        """Tell the launcher there that the job is over, and how it ended."""
+        self._send({"end": code, "sentence": sentence})
+        self._channel.close()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        if self.lost:
+            return
+        try:
+            self._channel.send(message)
+        except ChannelClosedError as error:
+            self.lost = str(error)
+
+    def _listen(self, wait: float) -> list[Ending]:
+        if self.lost:
+            return []
+        try:
+            messages = self._channel.receive(wait)
+        except ChannelClosedError as error:
+            self.lost = str(error)
+            return []
+        if messages:
+            self._heard = time.monotonic()
+        return [ending for message in messages for ending in self._take(message)]
+
+    def _take(self, message: dict[str, Any]) -> list[Ending]:
+        if "counts" in message:
+            self._has_failing = message["failing"]
+            self._counts = {int(rank): count for rank, count in message["counts"].items()}
+        if "stacks" in message:
+            self._stacks = {int(rank): Stack(**stack) for rank, stack in message["stacks"].items()}
+        if "stop" in message:
+            self.asked_to_stop.append(message["stop"])
+        if "ended" in message and message["ended"]["rank"] in self._ranks:
+            self._ranks.remove(message["ended"]["rank"])
+            # Clocks differ between machines, so it says how long ago that was.
+            return [Ending(**message["ended"] | {"time": time.monotonic() - message["ago"]})]
+        return []
+
+    def _lost_ones(self) -> list[Ending]:
+        if not self.lost:
+            return []
+        ranks, self._ranks = self._ranks, []
+        now = time.monotonic()
+        return [Ending(rank, self.settings.host, LOST, now, lost_host=self.lost) for rank in ranks]

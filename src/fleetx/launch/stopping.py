@@ -1,0 +1,29 @@
+"""Signals that the launcher gets."""
+
+import contextlib
+import signal
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from types import FrameType
+
+
+@dataclass
+class Stopping:
+    """The first signal asks the workers to save and leave, the second ends them."""
+
+    numbers: list[int] = field(default_factory=list)
+
+    def note(self, number: int, _frame: FrameType | None) -> None:
+        """A signal handler."""
+        self.numbers.append(number)
+
+    @contextlib.contextmanager
+    def listening(self) -> Generator["Stopping"]:
+        """Handle signals here rather than dying of them."""
+        handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, self.note) for number in handled}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

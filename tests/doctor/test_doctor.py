@@ -1,0 +1,120 @@
+"""`fleetx doctor`: says what is there, and notices what does not work."""
+
+import json
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fleetx.cli import app
+from fleetx.doctor import allocator, clashes, devices, examining, space, trials
+from fleetx.doctor.command import as_text
+from fleetx.doctor.finding import Check, Report, tried
+from tests.jobs.starting import ROOT
+
+runner = CliRunner()
+
+
+@pytest.fixture
+def no_job(monkeypatch):
+    """Without the two workers, which take seconds to start."""
+    monkeypatch.setattr(trials, "two_workers", lambda: Check("two workers over gloo", True))
+
+
+def test_a_healthy_machine_is_said_to_be_so():
+    done = runner.invoke(app, ["doctor", "--json"])
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    assert report["healthy"]
+    assert report["facts"]["versions"]["torch"] == torch.__version__
+    assert set(report["facts"]) == {"versions", "devices", "links", "settings", "names", "room"}
+    names = [check["name"] for check in report["checks"]]
+    assert {"a step on cpu", "two workers over gloo", "safetensors", "Pillow"} <= set(names)
+    assert all(check["passed"] for check in report["checks"])
+
+
+def test_a_check_that_fails_is_shown_with_its_remedy_and_the_exit_code_is_one(no_job, monkeypatch):
+    monkeypatch.setattr(trials, "_pillow", lambda: (_ for _ in ()).throw(OSError("decoder jpeg not available")))
+    done = runner.invoke(app, ["doctor"])
+    assert done.exit_code == 1
+    assert "FAILED  Pillow" in done.output
+    assert "OSError: decoder jpeg not available" in done.output
+    assert "pip install --force-reinstall fleetx" in done.output
+    assert "1 of 9 checks failed" in done.output
+
+
+def test_another_module_of_the_same_name_is_found(tmp_path, monkeypatch):
+    (tmp_path / "fleetx.py").write_text("")
+    (tmp_path / "deeper" / "fleetx").mkdir(parents=True)
+    (tmp_path / "deeper" / "fleetx" / "__init__.py").write_text("")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path), str(tmp_path / "deeper")])
+    assert clashes.others() == [tmp_path / "fleetx.py", tmp_path / "deeper" / "fleetx" / "__init__.py"]
+    first, _ = clashes.check_clashes()
+    assert not first.passed
+    assert "rename or remove it" in first.remedy
+
+
+def test_another_distribution_in_our_folder_is_found(monkeypatch):
+    monkeypatch.setattr(clashes.importlib.metadata, "packages_distributions", lambda: {"fleetx": ["fleet-x"]})
+    _, second = clashes.check_clashes()
+    assert not second.passed
+    assert "pip uninstall fleet-x" in second.remedy
+
+
+def test_a_step_that_does_not_learn_or_cannot_run_fails(monkeypatch):
+    assert trials.step_on(torch.device("cpu")).passed
+    check = trials.step_on(torch.device("meta"))
+    assert not check.passed
+
+
+def test_workers_that_cannot_find_each_other_fail(monkeypatch):
+    monkeypatch.setattr(trials.Path, "with_name", lambda self, name: ROOT / "tests" / "no_such_script.py")
+    check = trials.two_workers()
+    assert not check.passed
+    assert "exit code" in check.detail
+    assert "127.0.0.1" in check.remedy
+
+
+def test_a_full_disk_and_a_small_shared_memory_fail(monkeypatch):
+    usage = type("Usage", (), {"free": 10 * 2**20, "total": 2**30})
+    monkeypatch.setattr(space.shutil, "disk_usage", lambda path: usage)
+    checks = {check.name: check for check in space.check_space()}
+    assert not any(check.passed for check in checks.values())
+    assert "room in the present folder" in checks
+
+
+def test_settings_that_change_memory_are_shown(monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    assert allocator.allocator()["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+
+
+def test_facts_that_cannot_be_had_do_not_end_the_examination(no_job, monkeypatch):
+    def broken():
+        raise RuntimeError("the driver is too old")
+
+    monkeypatch.setitem(examining.FACTS, "links", broken)
+    report = examining.examine()
+    assert not report.is_healthy
+    assert any("the driver is too old" in check.detail for check in report.checks)
+
+
+def test_without_a_gpu_there_is_no_link():
+    if torch.cuda.is_available():
+        pytest.skip("this machine has one")
+    assert devices.links() == {}
+    assert devices.all_devices() == [torch.device("cpu")]
+    assert "available" in devices.host_memory() or devices.host_memory() == "unknown"
+
+
+def test_the_report_as_text():
+    report = Report({"names": {"others": ["a", "b"], "none": None}}, [tried("x", lambda: "fine", "")])
+    assert as_text(report).splitlines() == [
+        "names",
+        "  others  a, b",
+        "",
+        "checks",
+        "  ok      x  fine",
+        "",
+        "all is well",
+    ]

@@ -1,0 +1,55 @@
+import json
+
+import pytest
+
+from tests.jobs.starting import ROOT, start
+
+SCRIPT = ROOT / "tests" / "jobs" / "guards_worker.py"
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.full)])
+def found(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("guards")
+    start(SCRIPT, folder, workers=request.param)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(request.param)]
+
+
+@pytest.mark.parametrize("way", ["uneven", "items"])
+def test_workers_whose_data_ends_at_different_times_end_the_epoch_together(found, way):
+    """No batch is lost, none counts twice, and each window is averaged by what it holds."""
+    for worker in found:
+        (weights, windows), (expected, count) = worker[way], worker["reference"]
+        assert windows == count
+        assert weights == found[0][way][0]
+        for ours, theirs in zip(weights, expected, strict=True):
+            assert flat(ours) == pytest.approx(flat(theirs), rel=0, abs=1e-12)
+
+
+def flat(values):
+    return [number for value in values for number in flat(value)] if isinstance(values, list) else [values]
+
+
+def test_evenly_ends_with_the_first_that_runs_out(found):
+    assert all(worker["evenly"] == [0, 1, 2] for worker in found)
+
+
+def test_a_single_bit_on_one_worker_is_found_and_named(found):
+    for worker in found:
+        kind, message, seen = worker["drifting"]
+        assert kind == "WorkersDifferError"
+        assert seen == 10  # the sixth window, after the change in the fourth, compared every third
+        assert "after 6 windows" in message
+        assert "1 of 2 parameters (weight" in message
+        assert "compare_every=0" in message
+        if len(found) > 2:
+            assert "worker 1 differs from most of the others" in message
+
+
+def test_all_workers_see_the_same_stop(found):
+    assert [worker["stopping"] for worker in found] == [11] * len(found)
+
+
+def test_workers_of_one_machine_listen_on_loopback_alone(found):
+    for worker in found:
+        assert worker["listeners"]
+        assert all(address.startswith("0100007F") for address in worker["listeners"])

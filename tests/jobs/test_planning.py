@@ -1,0 +1,28 @@
+"""Workers that plan together: the same plan on all, and the same update when one of them runs out of memory."""
+
+import pytest
+import torch
+
+from tests.fleet.planned import same
+from tests.jobs.starting import ROOT, start
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_agree_on_plans_and_on_smaller_ones(workers, tmp_path):
+    start(ROOT / "tests" / "jobs" / "planning_worker.py", tmp_path, workers=workers)
+    found = [torch.load(tmp_path / f"{workers}-{rank}.pt", weights_only=False) for rank in range(workers)]
+    for one in found:
+        for ending in ("None", "forward", "backward"):
+            same(one[ending][0], one["plain"][0])
+        assert one["None"][1][0] == one["None"][1][-1] != ""
+        for ending in ("forward", "backward"):
+            plans = one[ending][1]
+            assert plans[0] != plans[1] == plans[2]
+    for name in found[0]:
+        assert len({tuple(one[name][1]) for one in found}) == 1  # the same plans on all workers
+        assert all(torch.equal(one[name][0][1][key], value) for one in found for key, value in weights(found, name))
+
+
+def weights(found, name):
+    """Batch statistics are a worker's own."""
+    return [(key, value) for key, value in found[0][name][0][1].items() if ".norm." not in key or "running" not in key]

@@ -1,0 +1,96 @@
+"""Network namespaces as machines: each has its own address, its own name, and a cable that can be pulled.
+
+Run as a script inside of `unshare`, this plays one scenario of `tests.launch.host_scenarios`; nothing of it touches the
+network of the machine it runs on.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+from tests.jobs.starting import ROOT
+
+# A user, a network, mounts and processes of its own; what was started there goes with it.
+UNSHARE = ["unshare", "-r", "-n", "-m", "-p", "-f", "--mount-proc", "--kill-child"]
+SECRET = "a secret of this test, long enough"
+
+
+def why_not():
+    """Why namespaces cannot be used here; None if they can."""
+    if not shutil.which("unshare") or not shutil.which("ip"):
+        return "the programs unshare and ip are not installed"
+    probe = (
+        "mount -t tmpfs none /run && mkdir /run/netns && ip netns add probe && ip link add one type veth peer name two"
+    )
+    done = subprocess.run([*UNSHARE, "sh", "-c", probe], capture_output=True, text=True, timeout=20)
+    return f"namespaces are not permitted: {done.stderr.strip()}" if done.returncode else None
+
+
+def play(module, *arguments, timeout=120):
+    """Run a module in a namespace of its own; gives the completed process."""
+    return subprocess.run(
+        [*UNSHARE, sys.executable, "-m", module, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+class Hosts:
+    """Machines host0, host1, ... at 10.77.0.1, 10.77.0.2, ..., on one switch."""
+
+    def __init__(self, count):
+        _run("mount -t tmpfs none /run")
+        _run("mkdir -p /run/netns")
+        _run("ip link set lo up")
+        _run("ip link add switch type bridge")
+        _run("ip link set switch up")
+        for number in range(count):
+            _run(f"ip netns add host{number}")
+            _run(f"ip link add cable{number} type veth peer name eth0 netns host{number}")
+            _run(f"ip link set cable{number} master switch up")
+            inside = f"ip netns exec host{number} ip"
+            _run(f"{inside} addr add {address(number)}/24 dev eth0")
+            _run(f"{inside} link set eth0 up")
+            _run(f"{inside} link set lo up")
+        self.jobs = []
+
+    def start(self, number, folder, *arguments, secret=SECRET, **environment):
+        """Start fleetrun on one host."""
+        out = (folder / f"host{number}.{len(self.jobs)}.txt").open("w")
+        command = ["ip", "netns", "exec", f"host{number}", "unshare", "--uts", "sh", "-c"]
+        command += [f'hostname host{number}; exec "$@"', "sh", sys.executable, "-m", "fleetx.launch"]
+        command += ["--log_dir", str(folder / f"log{number}"), *map(str, arguments)]
+        variables = {**os.environ, "FLEETX_JOB_SECRET": secret, **environment}
+        job = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=variables)
+        job.output = out.name
+        self.jobs.append(job)
+        return job
+
+    def cut(self, number):
+        """Pull the cable: nothing is said to anybody, packets are just lost."""
+        _run(f"ip link set cable{number} down")
+
+    def mend(self, number):
+        _run(f"ip link set cable{number} up")
+
+
+def address(number):
+    return f"10.77.0.{number + 1}"
+
+
+def wait_for(condition, seconds, what):
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError(what)
+        time.sleep(0.02)
+
+
+def _run(command):
+    done = subprocess.run(command.split(), capture_output=True, text=True)
+    assert done.returncode == 0, f"{command}: {done.stderr}"

@@ -1,0 +1,67 @@
+import signal
+
+import pytest
+
+from fleetx.launch.ending import LOST, STUCK, Ending, root_cause
+
+GLOO = "[../third_party/gloo/pair.cc:534] Connection closed by peer [127.0.0.1]:29500"
+
+
+def ending(rank, code=1, time=0.0, **facts):
+    return Ending(rank, "here", code, time, **facts)
+
+
+@pytest.mark.parametrize(
+    ("one", "sentence", "code"),
+    [
+        (ending(3, 37), "worker 3 failed with exit code 37 (host here)", 37),
+        (ending(0, -11), "worker 0 was ended by SIGSEGV (host here)", 128 + signal.SIGSEGV),
+        (ending(0, -60), "worker 0 was ended by signal 60 (host here)", 188),
+        (
+            ending(2, error_type="KeyError", error="'a'\nand more"),
+            "worker 2 failed with exit code 1 (host here): KeyError: 'a'",
+            1,
+        ),
+        (
+            ending(1, -9, out_of_memory=True),
+            "worker 1 was ended by SIGKILL: the machine or its memory limit ran out of memory (host here)",
+            137,
+        ),
+        (ending(1, STUCK, stuck="no step for 9 s"), "worker 1 made no progress: no step for 9 s (host here)", 124),
+        (ending(1, LOST, lost_host="it is silent"), "host here with worker 1 is lost: it is silent", 1),
+    ],
+)
+def test_what_happened_in_one_line(one, sentence, code):
+    assert (one.sentence(), one.exit_code) == (sentence, code)
+
+
+def test_the_first_that_failed_by_itself_is_the_cause():
+    lost = ending(0, time=1.0, error_type="RuntimeError", error=GLOO)
+    raised = ending(2, time=2.0, error_type="ValueError", error="bad sample")
+    later = ending(1, time=3.0, error_type="ValueError", error="another")
+    assert root_cause([lost, raised, later]) is raised
+    assert root_cause([lost]) is lost  # better than nothing
+    killed = ending(3, -9, time=4.0)
+    assert root_cause([lost, killed]) is killed
+
+
+def test_what_was_ended_by_the_launcher_is_no_cause():
+    assert root_cause([ending(0, -15, by_us=True), ending(1, 0)]) is None
+    mine = ending(2, 5, time=9.0)
+    assert root_cause([ending(0, -15, by_us=True), mine]) is mine
+
+
+def test_a_lost_host_and_a_worker_that_stood_still_explain_everything_else():
+    failed = ending(0, time=1.0, error_type="ValueError", error="x")
+    for cause in (ending(1, STUCK, 5.0, stuck="no step"), ending(1, LOST, 5.0, lost_host="silent")):
+        assert root_cause([failed, cause]) is cause
+
+
+def test_errors_that_only_sound_like_lost_connections_are_causes():
+    mine = ending(0, time=1.0, error_type="ValueError", error="connection closed by the script's own database")
+    assert not mine.is_consequence
+
+
+def test_it_travels_as_plain_values():
+    one = ending(0, -9, 1.5, lines=["a"], out_of_memory=True)
+    assert Ending(**one.as_message()) == one

@@ -1,0 +1,48 @@
+import io
+
+from fleetx.launch.logs import Relay, WorkerLog, last_lines
+
+
+def test_a_restart_adds_to_the_log_and_deletes_nothing(tmp_path):
+    first = WorkerLog(tmp_path / "log", 2, "job a, attempt 0")
+    assert first.path == tmp_path / "log" / "workerlog.2"
+    first.path.write_text("one\n")
+    second = WorkerLog(tmp_path / "log", 2, "job a, attempt 1")
+    with second.path.open("a") as file:
+        file.write("two\n")
+    text = second.path.read_text()
+    assert text.startswith("one\n\n===== job a, attempt 1, ")
+    assert second.end() == ["two"]
+
+
+def test_the_console_shows_whole_lines_with_a_name(tmp_path):
+    log = WorkerLog(tmp_path, 0, "")
+    console = io.StringIO()
+    relay = Relay(log, "[worker 0] ", console)
+    relay.pump()  # nothing is there yet
+    with log.path.open("ab") as file:
+        for part, shown in ((b"hel", ""), (b"lo\nwor", "[worker 0] hello\n"), (b"ld", "[worker 0] hello\n")):
+            file.write(part)
+            file.flush()
+            relay.pump()
+            assert console.getvalue() == shown
+    relay.pump(whole=False)
+    assert console.getvalue() == "[worker 0] hello\n[worker 0] world\n"
+
+
+def test_of_a_bar_that_redraws_its_line_the_last_state_is_shown(tmp_path):
+    log = WorkerLog(tmp_path, 0, "")
+    console = io.StringIO()
+    relay = Relay(log, "", console)
+    log.path.write_bytes(b"10%\r50%\r100%\nnot utf-8: \xff\n")
+    relay.pump()
+    assert console.getvalue() == "100%\nnot utf-8: \ufffd\n"
+
+
+def test_the_end_of_a_log_has_the_whole_traceback():
+    before = [f"line {number}" for number in range(100)]
+    trace = ["[rank1]: Traceback (most recent call last):", *(f"  frame {n}" for n in range(40)), "ValueError: x"]
+    lines = last_lines("\n".join([*before, *trace, ""]))
+    assert lines == [*before[-5:], *trace]
+    assert last_lines("\n".join(before)) == before[-20:]
+    assert last_lines("\n\n") == []

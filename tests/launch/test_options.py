@@ -1,0 +1,91 @@
+from pathlib import Path
+
+import pytest
+
+from fleetx.launch.banner import configuration
+from fleetx.launch.options import MEANINGLESS, parse
+
+SCRIPT = str(Path(__file__))
+TWO = ["--nnodes", "2", "--master", "10.0.0.1:6170"]
+
+
+def refused(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse(arguments)
+    assert ended.value.code == 2
+    return capsys.readouterr().err.split("error: ")[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "required: script"),
+        (["no_such_script.py"], "the script 'no_such_script.py' does not exist (looked in "),
+        (["--nproc_per_node", "0", SCRIPT], "must be a whole number of at least 1, not '0'"),
+        (["--devices", "cpu,0", SCRIPT], "must be GPU numbers such as 0,1, or cpu,cpu; not 'cpu,0'"),
+        (
+            ["--devices", "cpu,cpu", "--nproc_per_node", "3", SCRIPT],
+            "(more workers than devices): leave one of them out",
+        ),
+        (["--nnodes", "2", SCRIPT], "--nnodes 2 needs --master HOST:PORT"),
+        (["--nnodes", "4:2", SCRIPT], "a range such as 2:4, not '4:2'"),
+        (["--master", "10.0.0.1:0", SCRIPT], "must be HOST:PORT such as 10.0.0.1:6170, not '10.0.0.1:0'"),
+        ([*TWO, "--rank", "2", SCRIPT], "--rank must be from 0 to 1 with --nnodes 2, not 2"),
+        (["--ips", "10.0.0.1,10.0.0.1", SCRIPT], "must be different addresses"),
+        (
+            ["--ips", "203.0.113.1,203.0.113.2", SCRIPT],
+            "none of --ips 203.0.113.1,203.0.113.2 is an address of this machine",
+        ),
+        (["--ips", "203.0.113.1", "--nnodes", "3", SCRIPT], "--nnodes 3 contradicts --ips, which names 1 hosts"),
+        (["--max_restart", "-1", SCRIPT], "must be a whole number of at least 0, not '-1'"),
+        (["--progress_timeout", "soon", SCRIPT], "must be a number of seconds, at least 0, not 'soon'"),
+        (["--job_id", "a b", SCRIPT], "must be letters, digits, dots and dashes"),
+        (["--max_restarts", "2", SCRIPT], "unrecognized arguments"),
+        *((["--" + name, "1", SCRIPT], f"--{name} belongs to parameter servers") for name in MEANINGLESS),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_remedy(arguments, message, capsys):
+    assert message in refused(arguments, capsys)
+
+
+def test_a_machine_alone_needs_nothing():
+    options = parse([SCRIPT, "--lr", "0.1", "--gpus"])
+    assert options.command == [SCRIPT, "--lr", "0.1", "--gpus"]
+    assert (options.workers, options.alone, options.max_restart, options.log_dir) == (1, True, 0, Path("log"))
+
+
+def test_several_machines():
+    by_master = parse([*TWO, "--rank", "1", SCRIPT])
+    assert (by_master.least_hosts, by_master.most_hosts, by_master.master) == (2, 2, ("10.0.0.1", 6170))
+    elastic = parse(["--nnodes", "2:4", "--master", "10.0.0.1", SCRIPT])
+    assert (elastic.least_hosts, elastic.most_hosts, elastic.master) == (2, 4, ("10.0.0.1", 6170))
+    by_ips = parse(["--ips", "203.0.113.1,127.0.0.1", SCRIPT])
+    assert (by_ips.most_hosts, by_ips.rank, by_ips.master) == (2, 1, ("203.0.113.1", 6170))
+
+
+def test_the_block_has_the_guides_rows():
+    lines = configuration(parse(["--gpus", "cpu,cpu", SCRIPT, "--lr", "1"]).banner()).splitlines()
+    assert lines[0] == "-----------  Configuration Arguments -----------"
+    assert lines[1:7] == [
+        "gpus: cpu,cpu",
+        "heter_worker_num: None",
+        "heter_workers: None",
+        "http_port: None",
+        "ips: 127.0.0.1",
+        "job_id: None",
+    ]
+    assert "log_dir: log" in lines
+    assert lines[-1] == "-" * 48
+
+
+def test_help_reads_well(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse(["--help"])
+    text = capsys.readouterr().out
+    assert ended.value.code == 0
+    for flag in ("--gpus", "--devices", "--nproc_per_node", "--ips", "--nnodes", "--master", "--rank", "--log_dir"):
+        assert flag in text
+    assert "--max_restart" in text
+    assert "--job_id" in text
+    assert "heter" not in text
+    assert "fleetrun --nproc_per_node 2 train.py --lr 0.1" in text
