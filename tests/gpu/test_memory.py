@@ -89,6 +89,24 @@ def trained(model, batches):
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
+@pytest.fixture(params=["quick", "slow"])
+def _copies(request, monkeypatch):
+    """Copies that come late: whatever does not wait for them shows."""
+    if request.param == "slow":
+        for name, stream in (("_send", "out_stream"), ("_bring", "in_stream")):
+            monkeypatch.setattr(offload.Offloader, name, after_a_nap(getattr(offload.Offloader, name), stream))
+
+
+def after_a_nap(copy, stream):
+    def late(self, *arguments):
+        with torch.cuda.stream(getattr(self, stream)):
+            torch.cuda._sleep(20_000_000)  # about ten milliseconds
+        return copy(self, *arguments)
+
+    return late
+
+
+@pytest.mark.usefixtures("_copies")
 @pytest.mark.parametrize(("lag", "lead"), [(1, 1), (1, 0), (2, 3), (20, 20)])
 @pytest.mark.parametrize("save", ["inputs", "dear", "everything"])
 def test_copies_beside_the_computation_are_exact(save, lag, lead):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleetx.memory.arena import ALIGNMENT, SMALL_SLAB, HostArena
+from fleetx.memory.arena import ALIGNMENT, SMALL_SLAB, HostArena, _free_of_container
 
 SIZES = st.one_of(st.integers(1, 5000), st.integers(1, SMALL_SLAB), st.sampled_from([512, 4096, SMALL_SLAB // 4]))
 ACTIONS = st.lists(st.tuples(st.booleans(), SIZES, st.integers(0, 10**6)), max_size=60)
@@ -22,7 +22,7 @@ def aligned(size):
 @settings(deadline=None, max_examples=60)
 @given(ACTIONS)
 def test_blocks_never_overlap_and_are_counted(actions):
-    arena = HostArena(pin=False)
+    arena = HostArena(pin_for=None)
     blocks = []
     for takes, size, choice in actions:
         if takes or not blocks:
@@ -50,7 +50,7 @@ def test_blocks_never_overlap_and_are_counted(actions):
 @given(st.lists(SIZES, min_size=1, max_size=12), st.integers(2, 4))
 def test_equal_steps_hold_no_more_than_they_need(sizes, steps):
     """However the blocks come back."""
-    arena = HostArena(pin=False)
+    arena = HostArena(pin_for=None)
     for step in range(steps):
         blocks = [arena.take(size) for size in sizes]
         for block in blocks[::-1] if step % 2 else blocks:
@@ -63,7 +63,7 @@ def test_equal_steps_hold_no_more_than_they_need(sizes, steps):
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.lists(SIZES, min_size=1, max_size=8), min_size=2, max_size=6))
 def test_changing_steps_hold_no_more_than_the_largest_and_the_present_one(steps):
-    arena = HostArena(pin=False)
+    arena = HostArena(pin_for=None)
     most = 0
     for sizes in steps:
         blocks = [arena.take(size) for size in sizes]
@@ -76,7 +76,7 @@ def test_changing_steps_hold_no_more_than_the_largest_and_the_present_one(steps)
 @settings(deadline=None, max_examples=40)
 @given(st.lists(SIZES, min_size=1, max_size=20), st.integers(ALIGNMENT, 2 * SMALL_SLAB))
 def test_a_limit_is_kept_and_refused_before_anything_is_allocated(sizes, limit):
-    arena = HostArena(pin=False, limit=limit)
+    arena = HostArena(pin_for=None, limit=limit)
     for size in sizes:
         before, slabs = arena.in_use, list(arena.slabs)
         try:
@@ -90,7 +90,7 @@ def test_a_limit_is_kept_and_refused_before_anything_is_allocated(sizes, limit):
 
 
 def test_a_limit_below_a_small_slab_can_be_used():
-    arena = HostArena(pin=False, limit=4096)
+    arena = HostArena(pin_for=None, limit=4096)
     blocks = [arena.take(1000) for _ in range(4)]
     with pytest.raises(MemoryError, match="may use 4 KiB"):
         arena.take(1)
@@ -101,11 +101,11 @@ def test_a_limit_below_a_small_slab_can_be_used():
 
 def test_more_than_the_machine_has_is_refused():
     with pytest.raises(MemoryError, match="are free"):
-        HostArena(pin=False).take(2**60)
+        HostArena(pin_for=None).take(2**60)
 
 
 def test_memory_is_given_back_to_the_system_but_blocks_live_on():
-    arena = HostArena(pin=False)
+    arena = HostArena(pin_for=None)
     block = arena.take(5000)
     block.memory.fill_(7)
     arena.release()
@@ -117,7 +117,7 @@ def test_memory_is_given_back_to_the_system_but_blocks_live_on():
 
 def test_blocks_may_come_back_at_any_moment():
     """Tensors are forgotten by finalizers: in the middle of anything, in any thread."""
-    arena = HostArena(pin=False)
+    arena = HostArena(pin_for=None)
 
     class Holder:
         def __init__(self):
@@ -157,8 +157,26 @@ def test_blocks_may_come_back_at_any_moment():
     assert all(slab.is_idle for slab in arena.slabs)
 
 
+def test_what_only_the_first_step_needed_is_given_back_once():
+    arena = HostArena(pin_for=None)
+    sizes = [SMALL_SLAB, SMALL_SLAB, SMALL_SLAB]
+    for step_sizes in (sizes, sizes[:2], sizes[:2], sizes[:1], sizes[:2]):
+        for block in [arena.take(size) for size in step_sizes]:
+            arena.give_back(block)
+    assert arena.reserved == 2 * SMALL_SLAB
+
+
+def test_a_container_may_have_less_than_the_machine(tmp_path):
+    assert _free_of_container(tmp_path) is None
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("1000\n")
+    assert _free_of_container(tmp_path) is None
+    (tmp_path / "memory.max").write_text("5000\n")
+    assert _free_of_container(tmp_path) == 4000
+
+
 def test_tensors_of_any_type_fit():
-    arena = HostArena(pin=False)
+    arena = HostArena(pin_for=None)
     for dtype in (torch.float64, torch.bfloat16, torch.bool, torch.complex64):
         block = arena.take(24)
         assert block.memory[: 8 * 3].view(dtype).numel() == 24 // dtype.itemsize

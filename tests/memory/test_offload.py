@@ -68,6 +68,63 @@ def test_a_tensor_that_was_written_to_is_another_one(offloader):
     assert second.fetch().sum() == 4
 
 
+def test_a_write_that_concerns_nobody_any_more_stops_nobody(offloader):
+    tensor = torch.zeros(4)
+    view = offloader.park(tensor, trip())
+    tensor.add_(1)
+    offloader.release_due(5)  # of another forward
+    with pytest.raises(RuntimeError, match="written in place while its copy was on the way"):
+        view.fetch()
+
+
+def test_memory_that_others_still_use_moves_once(offloader):
+    tensor = torch.randn(4)
+    views = []
+    for segment in range(3):
+        views.append(offloader.park(tensor, trip(segment)))
+        offloader.release_due(segment + 1)
+    assert offloader.traffic.tensors == 1
+    offloader.prefetch(3)
+    for view in reversed(views):
+        assert torch.equal(view.fetch(), tensor)
+    assert offloader.traffic.to_device == 16
+    tensor.add_(1)
+    changed = offloader.park(tensor, trip(4), at_once=True)
+    assert offloader.traffic.tensors == 2
+    assert torch.equal(changed.fetch(), tensor)
+
+
+def test_another_tensor_in_the_same_memory_is_another_tensor(offloader):
+    memory = bytearray(16)
+    first = torch.frombuffer(memory, dtype=torch.float32)
+    view = offloader.park(first, trip(), at_once=True)
+    del first
+    second = torch.frombuffer(memory, dtype=torch.float32).fill_(7)
+    assert second._version == 1
+    third = torch.frombuffer(memory, dtype=torch.float32)
+    again = offloader.park(third, trip(), at_once=True)
+    assert again.parked is not view.parked
+    assert again.fetch().sum() == 28
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        torch.randn(4, dtype=torch.complex64).conj(),
+        torch.randn(4, dtype=torch.complex64).conj().imag,
+        torch.empty(4).untyped_storage(),
+    ],
+    ids=["conjugate", "negative", "without memory"],
+)
+def test_what_is_more_than_its_memory_stays(view, monkeypatch):
+    monkeypatch.setattr("fleetx.memory.offload.SMALLEST", 1)
+    if isinstance(view, torch.UntypedStorage):  # as FSDP does with parameters that are not needed
+        tensor = torch.empty(0).set_(view, 0, (4,))
+        view.resize_(0)
+        view = tensor
+    assert not is_worth_moving(view)
+
+
 def test_a_write_while_the_copy_is_under_way_is_noticed(offloader):
     tensor = torch.zeros(4)
     offloader.park(tensor, trip())

@@ -3,7 +3,7 @@
 `attend` chooses: these kernels for 16 bit numbers on a CUDA device, the code of ``bert_packing`` for
 everything else. Triton is imported with the first call that needs it. For the compiler forward and backward are
 operators of their own, into which it does not look; what dropout needs is drawn outside, by torch, hence the same state
-of torch's generator gives the same zeros, compiled or not, and also when a checkpoint computes a layer again.
+of torch's generator gives the same zeros, also when a checkpoint computes a layer again.
 """
 
 import importlib.util
@@ -18,7 +18,8 @@ from torch import Tensor
 from fleetx.applications.bert_packing import Packing, packed_attention
 from fleetx.numbers import LOW_PRECISION
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
+HAS_TRITON = importlib.util.find_spec("triton") is not None and torch.version.hip is None
+"""And a device of NVIDIA's: a line of the kernels is written in its assembly language."""
 WIDTHS = (16, 32, 64, 128)
 GRANULE = 64
 """Keys whose random words are drawn; blocks of keys are multiples of it."""

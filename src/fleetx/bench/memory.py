@@ -62,7 +62,7 @@ def measure(case: Case, row: Row, device: str, *, rounds: int = 5, warmup: int =
         torch.cuda.set_per_process_memory_fraction(min(row.cap * GIB / total, 1.0))
     try:
         return _measure(case, row, device, rounds, warmup)
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, MemoryError) as error:
         return {"failed": str(error).splitlines()[0]}
     finally:
         if device == "cuda":

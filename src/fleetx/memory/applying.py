@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -136,14 +136,25 @@ class Applied:
 
 
 class _Hook:
-    """A hook of ours; the compiler must not look into it."""
+    """A hook of ours, into which the compiler must not look, should somebody compile the model."""
 
-    _torchdynamo_disable = True
+    act: Callable[..., None]  # what the hook does
+    _shielded: Callable[..., None] | None = None
 
     def __init__(self, experience: Experience, kind: str = "", name: str = "") -> None:
         self.experience = experience
         self.kind = kind
         self.name = name
+
+    def __call__(self, *arguments: Any) -> None:
+        """What torch calls."""
+        if "torch._dynamo" not in sys.modules:  # nobody compiles, and importing the compiler takes its time
+            self.act(*arguments)
+            return
+        own = type(self)
+        if own._shielded is None:
+            own._shielded = torch.compiler.disable(own.act)
+        own._shielded(self, *arguments)
 
     def run(self) -> Run | None:
         """The forward under way, if it is one of this model."""
@@ -154,7 +165,7 @@ class _Hook:
 class Entering(_Hook):
     """A module begins."""
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def act(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """See the class."""
         if self.kind == "dear":
             self.experience.inside_dear += 1
@@ -172,7 +183,7 @@ class Entering(_Hook):
 class Leaving(_Hook):
     """A module ends, be it by an error."""
 
-    def __call__(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+    def act(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
         """See the class."""
         if self.kind == "dear":
             self.experience.inside_dear -= 1
@@ -194,7 +205,7 @@ class Cutting(_Hook):
         super().__init__(experience)
         self.segment = segment
 
-    def __call__(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+    def act(self, _module: nn.Module, _args: Any, _output: Any) -> None:
         """See the class."""
         run = self.run()
         if run is not None and run.depth == 0:
@@ -205,7 +216,7 @@ class Cutting(_Hook):
 class Beginning(_Hook):
     """The model begins."""
 
-    def __call__(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
+    def act(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
         """See the class."""
         run = self.run()
         if run is not None and _is_under_way(module):
@@ -222,7 +233,7 @@ class Beginning(_Hook):
 class Ending(_Hook):
     """The model ends."""
 
-    def __call__(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+    def act(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
         """See the class."""
         run = self.run()
         if run is None:

@@ -43,6 +43,7 @@ class Slab:
     memory: Tensor
     free: list[tuple[int, int]] = field(default_factory=list)  # (start, size), sorted, never adjacent
     unpin: Callable[[], None] | None = None
+    used_in: int = 0  # the last step
 
     @property
     def is_idle(self) -> bool:
@@ -75,12 +76,13 @@ class Slab:
 class HostArena:
     """Blocks of host memory, at most `limit` bytes of it."""
 
-    def __init__(self, *, pin: bool, limit: int | None = None) -> None:
-        self.pin = pin
+    def __init__(self, *, pin_for: torch.device | None, limit: int | None = None) -> None:
+        self.pin_for = pin_for
         self.limit = limit
         self.slabs: list[Slab] = []
         self.most_in_use = 0
         self._in_use = 0
+        self._step = 0  # a step begins where nothing is in use
         self._returned: deque[Block] = deque()
         self._lock = threading.Lock()
 
@@ -101,6 +103,8 @@ class HostArena:
         size = -(-size // ALIGNMENT) * ALIGNMENT
         with self._lock:
             self._take_back()
+            if self._in_use == 0:
+                self._begin_step()
             # The tightest slab first, so that large places stay for large tensors.
             for slab in sorted(self.slabs, key=lambda slab: slab.memory.numel()):
                 block = slab.take(size)
@@ -109,6 +113,7 @@ class HostArena:
             else:
                 block = self._grow(size).take(size)
                 assert block is not None
+            block.slab.used_in = self._step
             self._in_use += size
             self.most_in_use = max(self.most_in_use, self._in_use)
         return block
@@ -124,26 +129,36 @@ class HostArena:
             self._in_use -= block.size
             block.slab.give_back(block)
 
+    def _begin_step(self) -> None:
+        """The first forward moves more than the others, which know their last segment: give that memory back.
+
+        Once only: batches may be larger again, and pinning takes its time.
+        """
+        self._step += 1
+        if self._step == 3:
+            self._drop([slab for slab in self.slabs if slab.used_in < 2])
+
+    def _drop(self, slabs: list[Slab]) -> None:
+        for slab in slabs:
+            _unpin(slab)
+            self.slabs.remove(slab)
+
     def release(self) -> None:
         """Give all memory back to the system; blocks in use keep theirs alive."""
-        for slab in self.slabs:
-            _unpin(slab)
-        self.slabs = []
+        self._drop(list(self.slabs))
 
     def _grow(self, size: int) -> Slab:
         # Tensors of another size came: what the old ones left behind would only add up.
-        for slab in [slab for slab in self.slabs if slab.is_idle]:
-            _unpin(slab)
-            self.slabs.remove(slab)
+        self._drop([slab for slab in self.slabs if slab.is_idle])
         amount = max(size, SMALL_SLAB) if size < SMALL_SLAB // 4 else size
         if self.limit is not None and self.reserved + amount > self.limit:
             amount = size
         self._require_room(amount)
         slab = Slab(_pages(amount), [(0, amount)])
-        if self.pin:
+        if self.pin_for is not None:
             _register(slab.memory)
             # Also when nobody releases the arena: memory that is given back registered can never be registered again.
-            slab.unpin = weakref.finalize(slab, _unregister, slab.memory.data_ptr())
+            slab.unpin = weakref.finalize(slab, _unregister, slab.memory.data_ptr(), self.pin_for)
         self.slabs.append(slab)
         return slab
 
@@ -186,13 +201,18 @@ def _unpin(slab: Slab) -> None:
         slab.unpin()
 
 
-def _unregister(pointer: int) -> None:
-    torch.cuda.synchronize()  # a copy may still be under way
+def _unregister(pointer: int, device: torch.device) -> None:
+    torch.cuda.synchronize(device)  # a copy may still be under way
     _cudart().cudaHostUnregister(pointer)
 
 
 def _available() -> int | None:
-    """Bytes of host memory that can be had without swapping, where the system says."""
+    """Bytes of host memory that can be had without swapping, where the system says; a container may have less."""
+    known = [free for free in (_free_of_machine(), _free_of_container()) if free is not None]
+    return min(known, default=None)
+
+
+def _free_of_machine() -> int | None:
     info = Path("/proc/meminfo")
     if not info.exists():
         return None
@@ -200,3 +220,11 @@ def _available() -> int | None:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return None
+
+
+def _free_of_container(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
+    try:
+        limit, used = ((folder / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
+        return max(0, int(limit) - int(used))
+    except (OSError, ValueError):  # no such files, or "max"
+        return None

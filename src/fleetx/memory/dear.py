@@ -32,7 +32,7 @@ KINDS: dict[str, tuple[Any, ...]] = {
 def is_dear(kinds: Iterable[str], function: Any, args: Sequence[Any]) -> bool:
     """Whether this operation is of one of these kinds."""
     packet = function.overloadpacket
-    if function.namespace == "fleetx":  # of all our own operations the only one in a forward
+    if function.name() == "fleetx::packed_attention":  # known only once it is needed
         return "attention" in kinds
     return any(packet in KINDS[kind] and (kind != "narrow_matmul" or _narrows(packet, args)) for kind in kinds)
 

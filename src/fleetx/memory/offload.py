@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fleetx.memory.arena import Block, HostArena
 
 SMALLEST = 2**20
 """Smaller tensors stay: their copies would cost more than the memory they free."""
+MOST_WAITS = 4096
 
 
 class View(NamedTuple):
@@ -54,9 +56,13 @@ class Parked:
     nbytes: int
     source: Tensor | None  # until the copy has been made
     version: int
+    storage: StorageWeakRef  # of the source, which others may use for longer
+    stream: Any = None  # on which its memory on the device is used
     copied: Any = None  # event
+    is_spoiled: bool = False  # written to before the copy had been made
     back: Tensor | None = None  # the memory on the device again
     arrived: Any = None  # event
+    awaited: set[int] = field(default_factory=set)  # streams that know of its arrival
     views: int = 0
     fetched: int = 0
 
@@ -71,14 +77,25 @@ class Traffic:
     to_host: int = 0
     to_device: int = 0
     tensors: int = 0
-    waits: list[tuple[Any, Any]] = field(default_factory=list)
+    _waited_ms: float = 0.0
+    _waits: list[tuple[Any, Any]] = field(default_factory=list)  # events before and after, that may lie in the future
+
+    def note_wait(self, begin: Any, end: Any) -> None:
+        """The computation waits between these events."""
+        self._waits.append((begin, end))
+        if len(self._waits) > MOST_WAITS and self._waits[MOST_WAITS // 2][1].query():
+            self._count(MOST_WAITS // 2)
 
     def exposed_ms(self) -> float:
         """How long the computation waited for copies; waits for the device."""
-        done = [(begin, end) for begin, end in self.waits if begin is not None]
-        if done:
-            done[-1][1].synchronize()
-        return sum(begin.elapsed_time(end) for begin, end in done)
+        if self._waits:
+            self._waits[-1][1].synchronize()
+        self._count(len(self._waits))
+        return self._waited_ms
+
+    def _count(self, number: int) -> None:
+        self._waited_ms += sum(begin.elapsed_time(end) for begin, end in self._waits[:number])
+        del self._waits[:number]
 
 
 class Offloader:
@@ -87,7 +104,7 @@ class Offloader:
     def __init__(self, device: torch.device, *, limit: int | None = None) -> None:
         self.device = device
         self.on_gpu = device.type == "cuda"
-        self.arena = HostArena(pin=self.on_gpu, limit=limit)
+        self.arena = HostArena(pin_for=device if self.on_gpu else None, limit=limit)
         self.traffic = Traffic()
         self.out_stream: Any = torch.cuda.Stream(device) if self.on_gpu else None
         self.in_stream: Any = torch.cuda.Stream(device) if self.on_gpu else None
@@ -99,9 +116,13 @@ class Offloader:
     def park(self, tensor: Tensor, trip: Trip, *, at_once: bool = False) -> View:
         """Send the tensor's memory to the host. `at_once` holds the computation until it has left."""
         storage = tensor.untyped_storage()
-        parked = self._known(storage.data_ptr(), tensor._version)
+        parked = self._known(storage, tensor._version)
         if parked is None:
             parked = self._send(tensor, storage, trip)
+        elif parked.trip.segment < trip.segment:  # the backward needs it earlier
+            self._deregister(parked)
+            parked.trip = trip._replace(due=parked.trip.due)
+            self._segments.setdefault(trip.segment, []).append(weakref.ref(parked))
         parked.views += 1
         if at_once:
             self._let_go(parked)
@@ -125,18 +146,22 @@ class Offloader:
 
     def fetch(self, parked: Parked) -> torch.UntypedStorage:
         """The memory on the device again."""
+        if parked.is_spoiled or (parked.source is not None and _is_written(parked)):
+            raise RuntimeError(
+                "a tensor was written in place while its copy was on the way to the host, so the copy may be wrong. "
+                "Such writes are found in the first forward; this one came later. Leave this segment on the device."
+            )
         if parked.source is not None:  # it has not left yet
-            return _unwritten(parked).untyped_storage()
-        if parked.back is None:
-            self._bring(parked)
-        assert parked.back is not None
-        if parked.arrived is not None:
-            self._wait(parked.arrived)
-            parked.arrived = None
-        storage = parked.back.untyped_storage()
+            storage = parked.source.untyped_storage()
+        else:
+            if parked.back is None:
+                self._bring(parked)
+            assert parked.back is not None
+            self._await_arrival(parked)
+            storage = parked.back.untyped_storage()
         parked.fetched += 1
         if parked.fetched >= parked.views:  # whoever asked has it now
-            parked.back, parked.fetched = None, 0
+            parked.back, parked.arrived, parked.fetched = None, None, 0
         return storage
 
     def prefetch(self, segment: int) -> None:
@@ -149,33 +174,51 @@ class Offloader:
                 parked = reference()
                 is_away = parked is not None and parked.back is None and parked.source is None
                 if parked is not None and is_away and parked.trip.asked_for >= segment:
-                    self._bring(parked)
+                    try:
+                        self._bring(parked)
+                    except torch.OutOfMemoryError:
+                        return  # nobody needs it yet; there may be room when somebody does
 
     def forget(self, parked: Parked) -> None:
-        """A tensor that nobody can ask for any more."""
-        if parked.arrived is not None:  # asked for and never used: its memory is the next tensor's after the copy
-            torch.cuda.current_stream(self.device).wait_event(parked.arrived)
-        # To the host it may still be under way: whoever has the block next writes to it later on the same stream.
+        """A tensor that nobody can ask for any more: its memory is the next one's when no copy uses it any longer."""
+        for event in (parked.copied, parked.arrived):
+            if event is not None:
+                parked.stream.wait_event(event)
+        # The block on the host need not wait: whoever has it next writes to it later on the same stream.
         self.arena.give_back(parked.block)
+        self._deregister(parked)
+
+    def _deregister(self, parked: Parked) -> None:
         others = self._segments.get(parked.trip.segment, [])
         others[:] = [reference for reference in others if reference() is not None and reference() is not parked]
         if not others:
             self._segments.pop(parked.trip.segment, None)
 
-    def _known(self, pointer: int, version: int) -> Parked | None:
-        reference = self._by_storage.get(pointer)
+    def _known(self, storage: torch.UntypedStorage, version: int) -> Parked | None:
+        """What was parked of this very memory, if nobody wrote to it since."""
+        reference = self._by_storage.get(storage.data_ptr())
         parked = None if reference is None else reference()
-        if parked is None or parked.source is None or parked.version != version:
+        if parked is None or parked.version != version or parked.is_spoiled:
             return None
-        return parked
+        return parked if parked.storage == StorageWeakRef(storage) and not parked.storage.expired() else None
 
     def _send(self, tensor: Tensor, storage: torch.UntypedStorage, trip: Trip) -> Parked:
         source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
         block = self.arena.take(storage.nbytes())
-        parked = Parked(self, trip, block, tensor.device, storage.nbytes(), tensor.detach(), tensor._version)
+        parked = Parked(
+            self,
+            trip,
+            block,
+            tensor.device,
+            storage.nbytes(),
+            tensor.detach(),
+            tensor._version,
+            StorageWeakRef(storage),
+        )
         target = block.memory[: storage.nbytes()]
         if self.on_gpu:
-            self.out_stream.wait_stream(torch.cuda.current_stream(self.device))
+            parked.stream = torch.cuda.current_stream(self.device)
+            self.out_stream.wait_stream(parked.stream)
             with torch.cuda.stream(self.out_stream):
                 target.copy_(source, non_blocking=True)
                 parked.copied = self.out_stream.record_event()
@@ -194,7 +237,7 @@ class Offloader:
             return
         if parked.copied is not None:
             self._wait(parked.copied)
-        self._by_storage.pop(_unwritten(parked).untyped_storage().data_ptr(), None)
+        parked.is_spoiled = _is_written(parked)  # an error for whoever asks for it, if anybody does
         parked.source = None
         parked.copied = None
         self._leaving.discard(parked)
@@ -203,8 +246,9 @@ class Offloader:
         back = torch.empty(parked.nbytes, dtype=torch.uint8, device=parked.device)
         source = parked.block.memory[: parked.nbytes]
         if self.on_gpu:
+            parked.stream, parked.awaited = torch.cuda.current_stream(self.device), set()
             # The memory may have been another tensor's, which the computation still uses.
-            self.in_stream.wait_stream(torch.cuda.current_stream(self.device))
+            self.in_stream.wait_stream(parked.stream)
             with torch.cuda.stream(self.in_stream):
                 back.copy_(source, non_blocking=True)
                 parked.arrived = self.in_stream.record_event()
@@ -213,31 +257,38 @@ class Offloader:
         parked.back = back
         self.traffic.to_device += parked.nbytes
 
+    def _await_arrival(self, parked: Parked) -> None:
+        """Each stream that uses the memory waits for it, once."""
+        if parked.arrived is not None:
+            stream = torch.cuda.current_stream(self.device).cuda_stream
+            if stream not in parked.awaited:
+                self._wait(parked.arrived)
+                parked.awaited.add(stream)
+
     def _wait(self, event: Any) -> None:
         stream = torch.cuda.current_stream(self.device)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record(stream)
         stream.wait_event(event)
         end.record(stream)
-        del self.traffic.waits[:-4096]
-        self.traffic.waits.append((begin, end))
+        self.traffic.note_wait(begin, end)
 
 
-def _unwritten(parked: Parked) -> Tensor:
-    """What is on its way to the host, if it is still what it was."""
-    source = parked.source
-    assert source is not None
-    if source._version != parked.version:
-        raise RuntimeError(
-            "a tensor was written in place while its copy was on the way to the host, so the copy may be wrong. "
-            "Such writes are found in the first forward; this one came later. Leave this segment on the device."
-        )
-    return source
+def _is_written(parked: Parked) -> bool:
+    """Whether somebody wrote to what is on its way to the host."""
+    return parked.source is not None and parked.source._version != parked.version
 
 
 def is_worth_moving(tensor: Tensor) -> bool:
     """Whether parking frees memory worth the trouble; a view of something far larger would take all of it along."""
-    if tensor.layout is not torch.strided:
+    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
         return False
-    size = tensor.numel() * tensor.element_size()
-    return size >= SMALLEST and tensor.untyped_storage().nbytes() <= 4 * size
+    size, held = tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()
+    return size >= SMALLEST and _reach(tensor) <= held <= 4 * size
+
+
+def _reach(tensor: Tensor) -> int:
+    """Bytes of its storage up to its last number: more than there are where others manage the memory, as FSDP does."""
+    steps = zip(tensor.size(), tensor.stride(), strict=True)
+    last = int(tensor.storage_offset()) + sum((size - 1) * stride for size, stride in steps)
+    return (last + 1) * tensor.element_size()
