@@ -30,7 +30,7 @@ BARS = {
     "damage": (scenarios.damage, 1600, None),
     "resumes": (scenarios.resumes, 150, None),
     "long_run": (scenarios.long_run, 300, None),
-    "stopped": (scenarios.stopped, 50, 2.0 + 15.0),
+    "stopped": (scenarios.stopped, 50, 3.0 + 15.0),
     "orphans": (scenarios.orphans, 100, None),
     "causes": (scenarios.causes, 100, None),
     "machines": (scenarios.machines, 24, None),

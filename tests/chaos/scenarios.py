@@ -183,7 +183,7 @@ class MemoryGroup:
             self.exists = False
 
 
-def stopped(folder, rng, limit=2.0, per_job=10):
+def stopped(folder, rng, limit=3.0, per_job=10):
     """Stop a random worker with SIGSTOP: it must be named with its stack, and the job must go on."""
     for number in itertools.count():
         workers = 2 + number % 3

@@ -17,7 +17,7 @@ def first(trials, count):
 
 def test_causes_are_named(tmp_path):
     kinds = ["raise", "SIGKILL", "import", "hang", "exit", "segfault"]
-    trials = scenarios.causes(tmp_path, random.Random(1), per_job=len(kinds), kinds=kinds, workers=2, limit=3)
+    trials = scenarios.causes(tmp_path, random.Random(1), per_job=len(kinds), kinds=kinds, workers=2, limit=6)
     assert [trial["kind"] for trial in first(trials, len(kinds))] == kinds
 
 

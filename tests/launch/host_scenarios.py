@@ -1,10 +1,13 @@
 """What happens to a job on several machines when cables are pulled and machines go: one scenario per call, as JSON."""
 
 import json
+import os
+import signal
 import sys
 import time
 from pathlib import Path
 
+from tests.chaos.live import children
 from tests.jobs.starting import ROOT
 from tests.launch.hosts import Hosts, address, wait_for
 
@@ -122,6 +125,25 @@ def strangers(folder):
     return run.result()
 
 
+def stopped_by_a_member(folder):
+    """Ctrl-C on a machine that does not lead stops the whole job; all workers save."""
+    run = Run(folder, 2, "--nnodes", "2", steps=1000)
+    run.start(0, 1)
+    run.until_step(3)
+    run.jobs[1].send_signal(signal.SIGTERM)
+    return run.result() | {"saved": [path.name for path in (folder / "saved").glob("save-*")]}
+
+
+def worker_stops_elsewhere(folder):
+    run = Run(folder, 2, "--nnodes", "2", "--progress_timeout", "3", steps=1000)
+    run.start(0, 1)
+    run.until_step(3)
+    (nursery,) = children(run.jobs[1].pid)
+    (worker,) = children(nursery)
+    os.kill(worker, signal.SIGSTOP)
+    return run.result()
+
+
 SCENARIOS = {
     play.__name__: play
     for play in (
@@ -133,6 +155,8 @@ SCENARIOS = {
         somebody_never_comes,
         worker_fails_elsewhere,
         strangers,
+        stopped_by_a_member,
+        worker_stops_elsewhere,
     )
 }
 
@@ -146,6 +170,8 @@ EXPECTED = {
     "leader_gone": ({"0": -9, "1": 1}, "1", "the leading machine at 10.77.0.1:6170 is lost: "),
     "somebody_never_comes": ({"0": 1, "1": 1}, "0", "missing: 10.77.0.3. "),
     "worker_fails_elsewhere": ({"0": 1, "1": 1}, "0", "worker 1 failed with exit code 1 (host host1): ValueError: "),
+    "stopped_by_a_member": ({"0": 143, "1": 143}, "0", "stopped by SIGTERM."),
+    "worker_stops_elsewhere": ({"0": 124, "1": 124}, "0", "worker 1 made no progress: no step for "),
     "strangers": ({"0": 0, "1": 0, "2": 1}, "2", "The secret must be the same on all machines."),
 }
 

@@ -18,6 +18,7 @@ class _State:
     """What this worker knows."""
 
     wanted = False
+    asked = False
     listening = False
     # What all workers said when the latest window closed, and when the one before it did.
     latest: HostValue | bool = False
@@ -29,6 +30,7 @@ _state = _State()
 
 def listen() -> None:
     """From now on SIGTERM and Ctrl-C ask this worker to leave, rather than ending it."""
+    _state.asked = True
     if _state.listening or threading.current_thread() is not threading.main_thread():
         return
     _state.listening = True
@@ -44,7 +46,9 @@ def is_wanted() -> bool:
 
 
 def note(stop: Tensor) -> None:
-    """How many workers had got the signal when the window closed."""
+    """How many workers had got the signal when the window closed; of no interest to a script that does not ask."""
+    if not _state.asked:
+        return
     _state.previous, _state.latest = _state.latest, HostValue(stop.detach().clone())
 
 
