@@ -131,6 +131,31 @@ def test_a_device_side_items_count_works():
     assert_trained_like(net, lambda model: plain.mean_loss(model, batch()))
 
 
+@pytest.mark.parametrize("count", [int, torch.tensor], ids=["on the host", "as tensors"])
+def test_a_loss_without_any_items_leaves_the_others_alone(count):
+    def compute(model, micro):
+        loss = plain.mean_loss(model, micro)
+        return {"words": loss * float("nan"), "samples": loss}
+
+    net = plain.make_net()
+    items = lambda micro: {"words": count(0), "samples": count(len(micro[1]))}  # noqa: E731
+    step = X.Step(net, sgd(net), compute=compute, strategy=merging(3), items=items)
+    out = step(batch())
+    assert out.updated
+    assert out.losses["words"].item() == 0
+    assert_trained_like(net, lambda model: plain.mean_loss(model, batch()))
+
+
+@pytest.mark.parametrize("count", [int, torch.tensor], ids=["on the host", "as tensors"])
+def test_a_window_without_any_items_is_skipped(count):
+    net = plain.make_net()
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    compute = lambda model, micro: {"a": plain.mean_loss(model, micro), "b": plain.mean_loss(model, micro)}  # noqa: E731
+    step = X.Step(net, sgd(net), compute=compute, strategy=merging(2), items=lambda _: {"a": count(0), "b": count(0)})
+    assert step(batch()).skipped
+    assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+
+
 def test_a_failing_forward_leaves_a_clean_window():
     calls = []
 

@@ -12,7 +12,7 @@ from fleetx.fleet.model import distributed_model, is_prepared
 from fleetx.fleet.optimizer import DistributedOptimizer, distributed_optimizer
 from fleetx.numbers import Number
 from fleetx.outcome import HostValue, Outcome
-from fleetx.shares import Counts, Shares
+from fleetx.shares import SAMPLES, Counts, Shares
 from fleetx.slicing import Batch
 from fleetx.step import NO_GRADIENT, in_fp32
 from fleetx.strategy import DistributedStrategy
@@ -21,8 +21,6 @@ from fleetx.window import Weighing
 if TYPE_CHECKING:
     from fleetx.fleet.planned_step import PlannedStep
     from fleetx.planner import Plan
-
-SAMPLES = "samples"
 
 
 class Step:

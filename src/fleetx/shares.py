@@ -1,5 +1,6 @@
 """How much each micro-batch counts in the whole: items of the slice over items of all slices and workers."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -10,6 +11,8 @@ from fleetx.comm import world
 from fleetx.numbers import Number
 from fleetx.step import weigh
 
+SAMPLES = "samples"
+"""The name under which samples are counted."""
 Counts = Mapping[str, Number]
 
 
@@ -45,7 +48,10 @@ class Shares:
         return torch.as_tensor(self._totals[self._names.index(name)])
 
     def weigh(self, loss: Tensor, micro_batch: int, name: str) -> Tensor:
-        """The loss of one micro-batch times its share."""
+        """The loss of one micro-batch times its share.
+
+        A loss without any items in the window counts nothing; a window without any items has no mean, and is skipped.
+        """
         self._wait()
         if name not in self._names:
             raise ValueError(
@@ -53,12 +59,21 @@ class Shares:
                 "Give one count per loss, under the same names."
             )
         count, total = self._counts[micro_batch][name], self._totals[self._names.index(name)]
-        if not isinstance(total, Tensor) and total == 0:
-            return loss * float("nan")  # a window without any items has no mean: it is skipped
-        share = count * world.size() / total
-        if not isinstance(share, Tensor):
+        everything = self._everything(name)
+        if not isinstance(everything, Tensor):
+            if everything == 0:
+                return loss * math.nan
+            share = count * world.size() / total if total else 0
             return loss if share == 1 else weigh(loss, count, share)
-        return weigh(loss, count, share.to(loss.device, loss.dtype))
+        share = torch.as_tensor(count * world.size() / torch.as_tensor(total).clamp(min=1))
+        weighed = weigh(loss, torch.as_tensor(count), share.to(loss.device, loss.dtype))
+        return torch.where((everything > 0).to(loss.device), weighed, math.nan)
+
+    def _everything(self, name: str) -> Number:
+        """The items of all losses in the window; samples are counted beside them."""
+        if name == SAMPLES:
+            return self._totals[self._names.index(SAMPLES)]
+        return sum(total for other, total in zip(self._names, self._totals, strict=True) if other != SAMPLES)
 
     def _wait(self) -> None:
         if self._work is not None:

@@ -92,7 +92,11 @@ def test_the_segment_that_was_being_repeated_is_named():
     strategy = fleet.DistributedStrategy(recompute=True, recompute_configs={"checkpoints": ["1"]})
     step = X.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.cross_entropy, strategy)
     step(batch())
-    model[2].register_forward_hook(lambda *_: setattr(model[1], "where", "forward"))  # when it is repeated
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    model[2].register_forward_hook(lambda *_: model[1].register_forward_pre_hook(fail) and None)  # when it is repeated
     with pytest.raises(torch.OutOfMemoryError) as caught:
         step(batch())
     assert "while the segment that ends at '1' was" in "\n".join(caught.value.__notes__)
