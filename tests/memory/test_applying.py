@@ -356,3 +356,37 @@ def test_a_plan_that_cannot_be_applied_leaves_nothing():
     with pytest.raises(RuntimeError, match="no hooks here"):
         memory.apply(made.model, ["a", "b"])
     same_looks(looks(made.model), before)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"hostmem": 3}, TypeError, "no option 'hostmem'; did you mean 'host_memory'"),
+        ({"compile": "yes"}, TypeError, "compile must be True or False, got 'yes'"),
+        ({"mode": "max-autotune"}, ValueError, "mode are options of torch.compile: set compile = True"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(options, kind, message):
+    with pytest.raises(kind, match=message):
+        memory.apply(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ["0"], **options)
+
+
+@pytest.mark.parametrize("segments", [None, 5, {"0": 1}, "0"])
+def test_segments_must_be_a_list(segments):
+    with pytest.raises(TypeError, match="segments must be a list of names or Segments, got"):
+        memory.apply(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), segments)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"save": "dear", "dear": ()}, r"must name something, got \(\)"),
+        ({"save": "inputs", "dear": ("matmul",)}, "is for save='dear'"),
+        ({"home": "host", "lag": 0}, "lag must be a number of segments, 1 or more, got 0"),
+        ({"home": "host", "lead": -1}, "lead must be a number of segments, 0 or more, got -1"),
+        ({"home": "host", "lead": True}, "lead must be a number of segments"),
+    ],
+)
+def test_states_that_make_no_sense_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        memory.Segment("0", **options)

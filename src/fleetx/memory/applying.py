@@ -1,5 +1,7 @@
 """Puts a plan on a model, and takes it off again: by hooks alone, the model itself is not rewritten."""
 
+import difflib
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +20,9 @@ from fleetx.memory.recording import Recorder
 from fleetx.memory.running import Experience, Run, active_run, operation_name
 from fleetx.memory.states import Home, Save, Segment
 from fleetx.units import parse_bytes
+
+COMPILE_OPTIONS = ("fullgraph", "dynamic", "backend", "mode", "options")
+"""What torch.compile takes besides the function."""
 
 
 def apply(
@@ -41,11 +46,8 @@ def apply(
     >>> model(torch.ones(2, 4)).sum().backward()
     >>> applied.remove()
     """
-    if isinstance(segments, str):
-        raise TypeError(
-            f"segments must be a list of names or Segments, got the text {segments!r}: write [{segments!r}]."
-        )
-    wanted = [one if isinstance(one, Segment) else Segment(one, save, home) for one in segments]
+    _require_compile_options(compile, compile_options)
+    wanted = [one if isinstance(one, Segment) else Segment(one, save, home) for one in _require_list(segments)]
     if not wanted:
         raise ValueError("recompute needs at least one output where the model is cut, got none: name modules.")
     _require_unwrapped(model)
@@ -55,6 +57,30 @@ def apply(
     if compile:
         applied.compile(**compile_options)
     return applied.install()
+
+
+def _require_list(segments: object) -> Sequence[Any]:
+    if isinstance(segments, str):
+        raise TypeError(
+            f"segments must be a list of names or Segments, got the text {segments!r}: write [{segments!r}]."
+        )
+    if not isinstance(segments, Sequence):
+        raise TypeError(f"segments must be a list of names or Segments, got {segments!r}.")
+    return segments
+
+
+def _require_compile_options(compile: object, options: dict[str, Any]) -> None:
+    if not isinstance(compile, bool):
+        raise TypeError(f"compile must be True or False, got {compile!r}.")
+    unknown = [name for name in options if name not in COMPILE_OPTIONS]
+    if unknown:
+        own = [name for name in inspect.signature(apply).parameters if name != "compile_options"]
+        near = difflib.get_close_matches(unknown[0], [*own, *COMPILE_OPTIONS], n=1, cutoff=0.5)
+        raise TypeError(
+            f"memory.apply has no option {unknown[0]!r}" + (f"; did you mean {near[0]!r}?" if near else ".")
+        )
+    if options and not compile:
+        raise ValueError(f"{', '.join(options)} are options of torch.compile: set compile = True, or leave them out.")
 
 
 class Applied:
@@ -224,6 +250,8 @@ class Beginning(_Hook):
             return
         if run is not None:
             run.end(failed=True)  # interrupted from the keyboard: nobody told us of its end
+        if "torch._dynamo" in sys.modules:
+            _refuse_foreign_compilation(module, self.experience)
         if torch.is_grad_enabled():
             for one in self.experience.cuts.watched():
                 _put_in_order(one)
@@ -248,6 +276,27 @@ class Ending(_Hook):
         run.end(failed=failed)
         for grievance in [] if failed else self.experience.grievances():
             warnings.warn(grievance, stacklevel=2)
+
+
+def _refuse_foreign_compilation(model: nn.Module, experience: Experience) -> None:
+    """What happens between modules happens in Python: a compiler around it would see other calls than there are."""
+    parts = {"": model, **experience.cuts.containers, **experience.cuts.leaves}
+    compiled = [name or "the model" for name, part in parts.items() if part._compiled_call_impl is not None]
+    if compiled or _is_within_compiled_call():
+        raise RuntimeError(
+            f"a model with a plan must not be compiled from outside, and {compiled[0] if compiled else 'its call'} is. "
+            "Let the plan compile what runs between the cuts: memory.apply(..., compile=True), or strategy.compile."
+        )
+
+
+def _is_within_compiled_call() -> bool:
+    frame = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "compile_wrapper" and code.co_filename.endswith("eval_frame.py"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_under_way(module: nn.Module) -> bool:
@@ -339,6 +388,7 @@ def _require_unwrapped(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False) is True:
             raise ValueError(
-                f"the model checkpoints itself ({name or 'the model'}.gradient_checkpointing is True), and everything "
-                "would be computed a third time. Call model.gradient_checkpointing_disable() first."
+                f"the model checkpoints itself ({name + '.' if name else ''}gradient_checkpointing is True), and "
+                "everything would be computed a third time. Set it to False first, as "
+                "model.gradient_checkpointing_disable() does for models of transformers."
             )

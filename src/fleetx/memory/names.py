@@ -140,7 +140,7 @@ def _unknown(name: str, modules: dict[str, nn.Module]) -> str:
     return (
         f"recompute cuts the model at outputs of modules, and no module is called {name!r}"
         + _near(name, list(modules))
-        + " fleetx.memory.outputs(model, batch) lists all outputs; globs such as 'encoder.layer.*' are allowed."
+        + " fleetx.memory.outputs(model, *inputs) lists all outputs; globs such as 'encoder.layer.*' are allowed."
     )
 
 

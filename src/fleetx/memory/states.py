@@ -42,6 +42,10 @@ class Segment:
         if isinstance(self.dear, str) or not all(isinstance(name, str) for name in self.dear):
             raise TypeError(f"Segment.dear must be a tuple of names, got {self.dear!r}: write ('matmul',).")
         object.__setattr__(self, "dear", tuple(self.dear))
+        if not self.dear:
+            raise ValueError("Segment.dear must name something, got (): save 'inputs' to save no outputs.")
+        if self.save != "dear" and self.dear != DEAR_KINDS:
+            raise ValueError(f"Segment.dear is for save='dear', got {self.dear!r} with save={self.save!r}.")
         _require_count("lag", self.lag, least=1)
         _require_count("lead", self.lead, least=0)
 
