@@ -68,6 +68,8 @@ def plan(
         if checkpoints != "auto":
             raise ValueError(f'checkpoints must be a list of names or "auto", got {checkpoints!r}.')
         checkpoints = find_blocks(feeding, sample)
+    elif not checkpoints:
+        raise ValueError('checkpoints must name at least one module, got none: leave them to FleetX with "auto".')
     profile = measure(
         feeding, sample, checkpoints, optimizer=optimizer, compile=compile, bandwidth=bandwidth, cached=cached
     )
