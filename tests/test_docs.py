@@ -86,6 +86,43 @@ def test_the_sizes_of_applications_are_those_in_the_page():
         assert f"| `{name}()` | {million} million | {billion} billion" in page
 
 
+def test_pages_that_run_in_one_folder_make_their_data_in_folders_of_their_own():
+    made = {}
+    for page in (ROOT / "docs").glob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        found = re.findall(r"make_\w+\(['\"](\w[\w/]*)|fleetx data make \w+ (\S+)", text)
+        made[page.name] = {Path(folder) for pair in found for folder in pair if folder}
+    assert {Path("images"), Path("text")} <= made["applications.md"]
+    assert Path("tiny/imagenet") in made["data.md"]
+    for page, folders in made.items():
+        others = set().union(*(theirs for name, theirs in made.items() if name != page))
+        for folder in folders:
+            assert not {folder, *folder.parents[:-1]} & others, (page, folder)
+
+
+@pytest.mark.timeout(300)
+def test_the_guides_scripts_run_small_as_the_page_says(tmp_path):
+    page = (ROOT / "docs" / "guide-scripts.md").read_text(encoding="utf-8")
+    data, small, *_ = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+    assert "small.py" in small
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        ["sh", "-ec", data.replace("512", "256") + small],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "[batch 3] loss:" in done.stdout
+
+
+def test_the_readme_leads_to_every_page():
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f"](docs/{page.name})" in README, page.name
+
+
 def test_links_lead_somewhere():
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):

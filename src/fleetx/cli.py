@@ -1,11 +1,12 @@
 """The `fleetx` command."""
 
+import inspect
 import json
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -292,19 +293,53 @@ def data_make(
     kind: Annotated[str, typer.Argument(help="imagenet, digital or idx")],
     folder: Annotated[Path, typer.Argument(help="Where the files are made; it must be empty or new.")],
     seed: Annotated[int, typer.Option(help="The same seed makes the same files.")] = 0,
-    overwrite: Annotated[bool, typer.Option(help="Replace what is there.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option(help="Replace what was made there before; other files are refused.")
+    ] = False,
+    images: Annotated[int | None, typer.Option(min=1, help="imagenet, idx: images to train on.")] = None,
+    val_images: Annotated[int | None, typer.Option(min=0, help="imagenet: images to validate with.")] = None,
+    classes: Annotated[int | None, typer.Option(min=1, help="imagenet, idx: how many classes.")] = None,
+    size: Annotated[int | None, typer.Option(min=1, help="imagenet, idx: pixels of an image's side.")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="digital: pairs of sentences.")] = None,
+    vocab: Annotated[int | None, typer.Option(min=1, help="digital: tokens of the vocabulary.")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="digital: the longest sample, in tokens.")] = None,
+    files: Annotated[int | None, typer.Option(min=1, help="digital: files that the samples are in.")] = None,
 ) -> None:
     """Make a tiny data set in one of the guide's formats, with structure that can be learned."""
     from fleetx.data import make
 
+    sizes = {
+        "images": images,
+        "val_images": val_images,
+        "classes": classes,
+        "size": size,
+        "samples": samples,
+        "vocab": vocab,
+        "seq_len": seq_len,
+        "files": files,
+    }
+    given = {name: value for name, value in sizes.items() if value is not None}
+
     makers = {"imagenet": make.make_imagenet, "digital": make.make_digital, "idx": make.make_idx}
     if kind not in makers:
         raise typer.BadParameter(f"there is no data set {kind!r}: choose {', '.join(makers)}.")
+    taken = inspect.signature(makers[kind]).parameters
+    if foreign := [name for name in given if name not in taken]:
+        possible = _as_options(name for name in sizes if name in taken)
+        raise typer.BadParameter(f"{kind} has no {_as_options(foreign)}: its sizes are {possible}.")
     try:
-        made = makers[kind](folder, seed=seed, overwrite=overwrite)
+        made = makers[kind](folder, seed=seed, overwrite=overwrite, **given)
+    except make.FolderInUseError:
+        raise typer.BadParameter(
+            f"{folder} is not empty: name another folder, or add --overwrite to replace what was made there."
+        ) from None
     except (ValueError, FileExistsError) as error:
         raise typer.BadParameter(str(error)) from None
     print(*(made if isinstance(made, tuple) else [made]), sep="\n")
+
+
+def _as_options(names: Iterable[str]) -> str:
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
 @app.command()

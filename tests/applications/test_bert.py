@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fleetx as X
 from fleetx import data, fleet
-from fleetx.applications import Bert_base, Bert_large
+from fleetx.applications import Bert, Bert_base, Bert_large, BertConfig
 from tests.applications import bert_plain as plain
 
 
@@ -249,6 +249,22 @@ def test_its_loader_gives_batches_it_can_train_on(tmp_path):
     losses = model(**batch)
     assert all(loss.isfinite() for loss in losses.values())
     assert model.items(batch)["nsp"] == 4
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "message"),
+    [
+        ({"vocab_size": 20}, {}, r"vocab.txt: ids must be below the model's vocab_size of 20.*vocab_size=50"),
+        ({"max_positions": 8}, {}, r"max_seq_len must be at most the model's max_positions of 8, got 12. Lower it"),
+        ({"vocab_size": 20}, {"vocab_size": 50}, r"vocab_size must be at most the model's vocab_size of 20, got 50"),
+        ({"token_types": 1}, {}, r"two sentences per sample, and the model token_types=1: build it with token_types=2"),
+    ],
+)
+def test_text_that_is_too_large_for_the_model_is_refused(tmp_path, sizes, options, message):
+    data_dir, vocab_path = data.make_digital(tmp_path / "text", samples=8, vocab=50, seq_len=12)
+    model = Bert(BertConfig(**{"layers": 1, "width": 8, "heads": 2, "vocab_size": 50, "max_positions": 16} | sizes))
+    with pytest.raises(ValueError, match=message):
+        model.load_digital_dataset_from_file(data_dir, vocab_path, 4, 12, **options)
 
 
 @pytest.mark.parametrize(

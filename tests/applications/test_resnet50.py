@@ -219,6 +219,8 @@ def test_its_loader_gives_batches_it_can_train_on(tmp_path):
     assert model(**batch)["loss"].isfinite()
     with pytest.raises(ValueError, match="2"):  # labels of the list that the model does not have
         tiny(classes=2).load_imagenet_from_file(path, num_workers=0)
+    with pytest.raises(ValueError, match="classes must be at most the model's 2, got 5"):
+        tiny(classes=2).load_imagenet_from_file(path, classes=5)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from PIL import Image
 
 from fleetx.data import Epoch, load_imagenet_from_file, make_imagenet
 from fleetx.data.cropping import centre_box, random_box, read_train, read_val, resample
+from fleetx.data.imagenet import read_list
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +199,19 @@ def test_bad_arguments(tmp_path):
     path = write_list(tmp_path, "a.JPEG 0\n")
     with pytest.raises(ValueError, match=r"phase must be 'train' or 'val', got 'test'"):
         load(path, phase="test")
-    with pytest.raises(ValueError, match=r"at least 1, got 0 and 16"):
+    with pytest.raises(ValueError, match=r"at least 1, got 0, 16 and 1000"):
         load(path, batch_size=0)
+    for name, value in (("batch_size", 2.5), ("batch_size", "8"), ("classes", None), ("image_size", True)):
+        with pytest.raises(TypeError, match=rf"{name} must be a whole number, got {value!r} \("):
+            load(path, **{name: value})
+    with pytest.raises(TypeError, match=r"no argument 'batchsize'; did you mean 'batch_size'"):
+        load(path, batchsize=3)
+    with pytest.raises(TypeError, match=r"the epoch must be a whole number, got 'x'"):
+        load(path).set_epoch("x")
     with pytest.raises(ValueError, match=r"on_error must be"):
         load(path, on_error="ignore")
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_name(tmp_path):
+    listed = read_list(write_list(tmp_path, "\ufeffa.JPEG 0\nb.JPEG 1\n"), 2, "raise")
+    assert [listed.name(0), listed.name(1)] == ["a.JPEG", "b.JPEG"]

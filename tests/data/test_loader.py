@@ -233,3 +233,35 @@ def test_plain_sequences_can_be_loaded():
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
         Loader([1], ShardedBatches(1, 1), **options)
+
+
+@pytest.mark.parametrize("size", [5, 20])
+def test_a_plan_for_another_number_of_samples_is_refused(size):
+    with pytest.raises(ValueError, match=rf"it is for {size}, and the data set has 10. Give ShardedBatches\(10, "):
+        Loader(list(range(10)), ShardedBatches(size, 2))
+
+
+def test_what_is_no_plan_is_refused():
+    with pytest.raises(TypeError, match=r"takes a plan of batches, got \[\[0, 1\]\] \(list\), .*give ShardedBatches"):
+        Loader([1, 2], [[0, 1]])
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({}, r"it has no epoch, batches, samples, plan\. Give what a loader's state_dict\(\) returned"),
+        (None, r"it is None \(NoneType\)"),
+        ({"epoch": 0, "samples": 0, "plan": {}}, r"it has no batches\."),
+        ({"epoch": "0", "batches": 0, "samples": 0, "plan": {}}, r"its epoch is '0' and not a whole number"),
+        ({"epoch": 0, "batches": 0, "samples": 0, "plan": 3}, r"its plan is 3 and not a dict"),
+    ],
+)
+def test_what_is_no_state_is_refused(state, message):
+    with pytest.raises(ValueError, match=message):
+        build().load_state_dict(state)
+
+
+@pytest.mark.parametrize(("options", "name"), [({"num_workers": 1.5}, "num_workers"), ({"timeout": "9"}, "timeout")])
+def test_options_of_a_wrong_type_are_refused(options, name):
+    with pytest.raises(TypeError, match=rf"{name} must be a .*number"):
+        Loader([1], ShardedBatches(1, 1), **options)

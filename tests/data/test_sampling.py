@@ -136,3 +136,16 @@ def test_random_streams_depend_on_each_of_seed_epoch_sample_and_purpose():
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         ShardedBatches(**({"size": 10, "global_batch": 4} | arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((10, 3.5), r"global_batch must be a whole number, got 3.5 \(float\): give the samples of one batch"),
+        (("10", 4), r"size must be a whole number, got '10' \(str\): give the number of samples, len\(dataset\)"),
+    ],
+)
+def test_sizes_of_a_wrong_type_are_refused(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        ShardedBatches(*arguments)
+    assert ShardedBatches(np.int64(10), np.int32(4)).count(0) == 3

@@ -294,3 +294,27 @@ def test_any_spelling_of_a_vocabulary_means_the_same(tmp_path, ids):
         read.append(load_vocabulary(path))
     assert all(vocabulary.ids == {token: n for n, token in enumerate(tokens)} for vocabulary in read)
     assert all(vocabulary.ordinary.tolist() == [4, 5] for vocabulary in read)
+
+
+def test_a_vocabulary_larger_than_the_model_is_refused(made):
+    with pytest.raises(ValueError, match=r"below the model's vocab_size of 20, .* 50 tokens is 49.* vocab_size=50"):
+        load(made, vocab_size=20)
+    assert len(load(made, vocab_size=50)) > 0
+
+
+def test_gaps_in_a_vocabulary_are_told(tmp_path, caplog):
+    load(write(tmp_path, GOOD, vocab=VOCAB + "foo\t99999\n"))
+    assert "11 tokens have ids up to 99999" in caplog.text
+    assert "a model needs vocab_size=100000 for it" in caplog.text
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_token(tmp_path):
+    for line_end in ("\n", "\r\n"):  # the fast way of reading and the careful one
+        path = tmp_path / "vocab.txt"
+        path.write_bytes(("\ufeff" + line_end.join(["[PAD]", "[CLS]", "[SEP]", "[MASK]", "a", ""])).encode())
+        assert load_vocabulary(path)["[PAD]"] == 0
+
+
+def test_unknown_arguments_get_the_nearest(made):
+    with pytest.raises(TypeError, match=r"has no argument 'max_seqlen'; did you mean 'max_seq_len'"):
+        load(made, max_seqlen=3)

@@ -1,6 +1,7 @@
 """`fleetx doctor`: says what is there, and notices what does not work."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -60,6 +61,23 @@ def test_another_distribution_in_our_folder_is_found(monkeypatch):
     _, second = clashes.check_clashes()
     assert not second.passed
     assert "pip uninstall fleet-x" in second.remedy
+
+
+@pytest.mark.parametrize(
+    ("origin", "said"),
+    [
+        ({"dir_info": {"editable": True}, "url": ROOT.as_uri()}, "fleetx, installed editable from .+"),
+        ({"dir_info": {"editable": True}, "url": "file:///elsewhere"}, "imported from .+, though .+ from /elsewhere"),
+        ({"dir_info": {}, "url": "file:///elsewhere"}, "not installed, imported from a folder"),
+    ],
+)
+def test_an_editable_installation_is_recognised(monkeypatch, origin, said):
+    distribution = type("Distribution", (), {"read_text": lambda self, name: json.dumps(origin)})
+    monkeypatch.setattr(clashes.importlib.metadata, "packages_distributions", dict)
+    monkeypatch.setattr(clashes.importlib.metadata, "distribution", lambda name: distribution())
+    _, second = clashes.check_clashes()
+    assert second.passed
+    assert re.fullmatch(said, second.detail)
 
 
 def test_a_step_that_does_not_learn_or_cannot_run_fails(monkeypatch):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fleetx import memory
+from fleetx.memory.running import active_run
 from tests.memory.comparing import (
     Census,
     assert_equal_outcomes,
@@ -182,6 +183,98 @@ def test_a_forward_that_was_interrupted_from_the_keyboard(where):
                 outcomes.append(step(model, made.batch(number), made.loss))
             assert_equal_outcomes(*outcomes)
             assert_nothing_left(applied)
+
+
+class Interrupts(nn.Module):
+    """Interrupts in its own forward, or tells its container to."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.where = where
+        self.is_on = False
+
+    def forward(self, x):
+        if self.is_on and self.where == "in a module":
+            raise KeyboardInterrupt
+        return x.sin()
+
+
+def interrupted_example(where):
+    def forward(model, x):
+        hidden = model.stops(model.a(x).tanh())
+        if model.stops.is_on:
+            raise KeyboardInterrupt
+        return model.c(model.b(hidden).tanh())
+
+    return example(forward, stops=Interrupts(where))
+
+
+def interrupt(made):
+    made.model.stops.is_on = True
+    with pytest.raises(KeyboardInterrupt):
+        made.model(*made.batch(0))
+    made.model.stops.is_on = False
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("where", ["in a module", "between modules"])
+def test_after_an_interrupt_other_models_are_not_listened_to_for_long(where, is_known):
+    for states in some_states():
+        made = interrupted_example(where)
+        applied = memory.apply(made.model, cycled(["a", "b"], states))
+        if is_known:
+            made.loss(made.model(*made.batch(0))).backward()
+        interrupt(made)
+        other = nn.Sequential(linear(), nn.Tanh(), linear(), nn.Sigmoid(), linear())
+        with Census() as census:
+            for number in range(100):
+                other(normal(number, 5, 4)).sum().backward()
+            del other
+        assert active_run() is None
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        assert census.in_use(applied) == 0
+        made.loss(made.model(*made.batch(0))).backward()
+        assert_nothing_left(applied)
+
+
+@pytest.mark.parametrize("where", ["in a module", "between modules"])
+def test_after_an_interrupt_the_next_model_with_a_plan_tidies_up(where):
+    for states in some_states():
+        made, other = interrupted_example(where), interrupted_example(where)
+        applied = memory.apply(made.model, cycled(["a", "b"], states))
+        plain = copy.deepcopy(other.model)
+        memory.apply(other.model, cycled(["a", "b"], states))
+        for number in range(3):
+            interrupt(made)
+            outcomes = []
+            for model in (other.model, plain):
+                torch.manual_seed(number)
+                outcomes.append(step(model, other.batch(number), other.loss))
+            assert_equal_outcomes(*outcomes)
+            assert_nothing_left(applied)
+
+
+def test_a_long_forward_is_not_taken_for_one_that_was_left():
+    """Far more is saved in a segment than in the forward before."""
+
+    def forward(model, x, rounds):
+        for _ in range(rounds):
+            x = model.long(x).sin() * x
+        return model.b(x)
+
+    class Long(nn.Module):
+        def forward(self, x):
+            for _ in range(len(x) * 40):
+                x = x.sin()
+            return x
+
+    def build():
+        made = example(forward, long=Long())
+        made.batch = lambda step: (normal(step, 1 + 2 * step, 4), [1, 9, 2][step])
+        return made
+
+    for cuts in (["b"], ["long"], ["long", "b"]):
+        in_each_state(build, cuts)
 
 
 def test_the_hosts_memory_is_limited_with_a_clear_error():

@@ -184,12 +184,52 @@ def test_a_model_that_is_compiled_already_is_refused(by):
         ({"optimizer": None, "clip_norm": 1.0}, ValueError, "has clip_norm but no optimizer"),
         ({"optimizer": None, "scheduler": schedule}, ValueError, "has scheduler but no optimizer"),
         ({"model": "resnet"}, TypeError, "Program takes an nn.Module, not a str"),
+        ({"model": Classifier}, TypeError, "not a type: give an object of it, or static.build"),
+        ({"clip_norm": "1"}, ValueError, "clip_norm must be a number above 0, or None for no limit, not '1'"),
+        ({"seed": "a"}, TypeError, r"seed must be a whole number from 0 to 2\*\*63 - 1, got 'a'"),
+        ({"seed": -1}, ValueError, r"seed must be a whole number from 0 to 2\*\*63 - 1, got -1"),
+        ({"compile": "no"}, TypeError, "compile must be True or False, got 'no': False runs eagerly"),
+        ({"mode": 3}, TypeError, "mode must be one of torch.compile's names, got 3"),
+        ({"strategy": {}}, TypeError, "strategy must be a fleet.DistributedStrategy"),
     ],
 )
 def test_wrong_settings_say_what_is_right(options, error, message):
-    main = static.Program(**{"model": Classifier(), "optimizer": sgd, "compile": False} | options)
     with pytest.raises(error, match=message):
-        static.Executor().run(main, feeds(1)[0])
+        static.Program(**{"model": Classifier(), "optimizer": sgd, "compile": False} | options)
+
+
+def test_settings_are_checked_when_they_are_set_too():
+    clone = program().clone()
+    with pytest.raises(AttributeError, match="a program has no setting 'clipnorm'; did you mean 'clip_norm'"):
+        clone.clipnorm = 3
+    with pytest.raises(ValueError, match="clip_norm must be a number above 0, or None"):
+        clone.clip_norm = -3
+    clone.optimizer, clone.clip_norm = None, 1.0  # in any order; seen together when it runs
+    with pytest.raises(ValueError, match="has clip_norm but no optimizer"):
+        static.Executor().run(clone, feeds(1)[0])
+
+
+def test_build_takes_what_makes_a_model():
+    with pytest.raises(TypeError, match=r"a Classifier: give the class, static.build\(Classifier, ...\)"):
+        static.build(Classifier())
+    with pytest.raises(TypeError, match="a class or function that makes a model, got 'resnet'"):
+        static.build("resnet")
+    with pytest.raises(TypeError, match="this made a dict: give the class"):
+        static.build(dict)
+
+
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+def test_a_skipped_window_is_told_once(compile, caplog, monkeypatch):
+    monkeypatch.setattr("fleetx.notices._told", set())
+    exe, main = static.Executor(), program(compile=compile)
+    good, bad = feeds(1)[0], feeds(1)[0]
+    bad["images"][0] = np.nan
+    for feed in [good] * 4 + [bad] * 8 + [good] * 4:
+        exe.run(main, feed)
+    told = [record.message for record in caplog.records if "a window was skipped" in record.message]
+    assert len(told) == 1
+    assert "exe.optimizer(program).nonfinite_windows" in told[0]
+    assert exe.optimizer(main).nonfinite_windows == 2
 
 
 def test_items_weigh_the_feeds_of_a_window():

@@ -12,6 +12,7 @@ from fleetx.applications.bert_config import BERT_BASE, BERT_LARGE, BertConfig, o
 from fleetx.applications.bert_layers import BertBody, StreamLayerNorm
 from fleetx.applications.bert_losses import IGNORED, mean_cross_entropy, projected_cross_entropy
 from fleetx.applications.bert_packing import Packing
+from fleetx.optim.checks import check_count
 
 
 class BertTransform(nn.Module):
@@ -192,11 +193,38 @@ class Bert(Application):
 
         bert_files.write(self, self.config, folder)
 
-    def load_digital_dataset_from_file(self, *arguments: Any, **options: Any) -> Any:
-        """`fleetx.data.load_digital_dataset_from_file`: batches of masked token sequences."""
+    def load_digital_dataset_from_file(
+        self,
+        data_dir: str | Path,
+        vocab_path: str | Path,
+        batch_size: int,
+        max_seq_len: int,
+        in_tokens: bool = False,
+        **options: Any,
+    ) -> Any:
+        """`fleetx.data.load_digital_dataset_from_file`, refusing text that is too large for this model."""
         from fleetx.data import load_digital_dataset_from_file  # a model is useful without what loaders import
 
-        return load_digital_dataset_from_file(*arguments, **options)
+        self._check_text(max_seq_len, options.setdefault("vocab_size", self.config.vocab_size))
+        return load_digital_dataset_from_file(data_dir, vocab_path, batch_size, max_seq_len, in_tokens, **options)
+
+    def _check_text(self, max_seq_len: Any, vocab_size: Any) -> None:
+        config = self.config
+        for name, given, most, setting in (
+            ("max_seq_len", max_seq_len, config.max_positions, "max_positions"),
+            ("vocab_size", vocab_size, config.vocab_size, "vocab_size"),
+        ):
+            check_count(name, given, usual=f"the model has {setting}={most}")
+            if given > most:
+                raise ValueError(
+                    f"{name} must be at most the model's {setting} of {most}, got {given}. Lower it, or build the "
+                    f"model with {setting}={given}."
+                )
+        if config.token_types < 2:
+            raise ValueError(
+                f"the text has two sentences per sample, and the model token_types={config.token_types}: build it with "
+                "token_types=2."
+            )
 
     def _relationship(self, first: Tensor) -> Tensor:
         return self.cls.seq_relationship(self.bert.pooler(first))

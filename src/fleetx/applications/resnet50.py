@@ -142,7 +142,14 @@ class Resnet50(Application):
         """`fleetx.data.load_imagenet_from_file` with this model's image size and number of classes."""
         from fleetx.data import load_imagenet_from_file  # a model is useful without what loaders import
 
-        sizes: dict[str, Any] = {"image_size": self.image_size, "classes": self.fc.out_features}
+        most = self.fc.out_features
+        sizes: dict[str, Any] = {"image_size": self.image_size, "classes": most}
+        check_count("classes", options.get("classes", most), usual=f"the model has {most}")
+        if options.get("classes", most) > most:
+            raise ValueError(
+                f"classes must be at most the model's {most}, got {options['classes']}: labels beyond would end the "
+                "training. Leave it out, or build the model with as many."
+            )
         return load_imagenet_from_file(path, *arguments, **{**sizes, **options})
 
     def _normalised(self, images: Tensor) -> Tensor:

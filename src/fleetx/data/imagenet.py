@@ -1,5 +1,6 @@
 """ImageNet in the guide's form: a list of `relative/path.JPEG label` lines, and the images beside it."""
 
+import codecs
 import os
 from collections import Counter
 from pathlib import Path
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from fleetx.data.checks import whole_number
 from fleetx.data.cropping import DECODING_ERRORS, read_train, read_val
-from fleetx.data.loader import Loader, Loading, check_on_error
+from fleetx.data.loader import Loader, Loading, check_loading, check_on_error
 from fleetx.data.randomness import Epoch
 from fleetx.data.reading import OnError, SampleError
 from fleetx.data.sampling import Last, ShardedBatches, place
@@ -52,8 +54,14 @@ def load_imagenet_from_file(
     """
     if phase not in get_args(Phase):
         raise ValueError(f"phase must be 'train' or 'val', got {phase!r}.")
-    if batch_size < 1 or image_size < 1:
-        raise ValueError(f"batch_size and image_size must be at least 1, got {batch_size} and {image_size}.")
+    check_loading(loading, load_imagenet_from_file)
+    batch_size = whole_number("batch_size", batch_size, "32 images per worker are the default")
+    image_size = whole_number("image_size", image_size, "224 pixels are usual")
+    classes = whole_number("classes", classes, "1000 for ImageNet; labels are from 0 to classes - 1")
+    if batch_size < 1 or image_size < 1 or classes < 1:
+        raise ValueError(
+            f"batch_size, image_size and classes must be at least 1, got {batch_size}, {image_size} and {classes}."
+        )
     check_on_error(on_error)
     rank, workers = place(rank, workers)
     samples = ImageSamples(read_list(Path(path), classes, on_error), phase, image_size)
@@ -129,7 +137,7 @@ def read_list(path: Path, classes: int, on_error: OnError) -> ImageList:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                name, label = _parse(line, classes)
+                name, label = _parse(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line, classes)
             except SampleError as bad:
                 if on_error == "raise":
                     raise ValueError(f"{path}:{number}: {bad}") from None

@@ -4,17 +4,20 @@ What a batch holds depends on seed, epoch and sample indices only, and which sam
 position is two numbers, the epoch and the batches already given, whatever the loading processes have read ahead.
 """
 
+import inspect
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any, TypedDict, get_args
 
 import torch
 from torch.utils.data import DataLoader, default_collate
 
+from fleetx.data.checks import whole_number
 from fleetx.data.reading import BatchReader, Collate, EpochSamples, Failure, OnError, Reply, Request
-from fleetx.data.sampling import BatchPlan
+from fleetx.data.sampling import BatchPlan, ShardedBatches
 from fleetx.data.travelling import unpacked
+from fleetx.notices import did_you_mean, shown
 
 
 class Loading(TypedDict, total=False):
@@ -59,8 +62,13 @@ class Loader:
         start_method: str | None = None,
     ) -> None:
         check_on_error(on_error)
+        _check_plan(plan, dataset)
+        num_workers = whole_number("num_workers", num_workers, "0 reads in the training process")
+        prefetch = whole_number("prefetch", prefetch, "2 is the default")
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+            raise TypeError(f"timeout must be a number of seconds, got {shown(timeout)}: 0 waits for ever.")
         for name, value, least in (("num_workers", num_workers, 0), ("prefetch", prefetch, 1), ("timeout", timeout, 0)):
-            if value < least:
+            if not value >= least:
                 raise ValueError(f"{name} must be at least {least}, got {value}.")
         self.plan = plan
         self.num_workers = num_workers
@@ -105,6 +113,7 @@ class Loader:
 
     def set_epoch(self, number: int) -> None:
         """Go to the start of an epoch; nothing happens if that is where the loader stands."""
+        number = whole_number("the epoch", number, "epochs are counted from 0")
         if number < 0:
             raise ValueError(f"epochs are counted from 0, got {number}.")
         self._go_to(number, 0)
@@ -121,6 +130,7 @@ class Loader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved position. The number of loading processes may differ; the plan of the batches may not."""
+        _check_state(state)
         mine = self.plan.identity()
         differing = [
             f"{name} was {state['plan'].get(name)!r} and is {mine.get(name)!r}"
@@ -132,7 +142,7 @@ class Loader:
                 f"a position can only be resumed with the same plan of batches: {'; '.join(differing)}. "
                 "Build the loader as it was, or use set_epoch to start an epoch anew."
             )
-        epoch, given = int(state["epoch"]), int(state["batches"])
+        epoch, given = state["epoch"], state["batches"]
         if epoch < 0 or not 0 <= given < self.plan.count(epoch):
             raise ValueError(f"there is no batch {given} in epoch {epoch}: it has {self.plan.count(max(epoch, 0))}.")
         if state["samples"] != self.plan.samples(epoch, given):
@@ -230,6 +240,49 @@ class _Requests:
                 if number >= given:
                     yield Request(epoch, indices.tolist())
             epoch, given = epoch + 1, 0
+
+
+def check_loading(loading: Mapping[str, Any], function: Callable[..., Any]) -> None:
+    """Raise for a keyword that neither the loading function nor `Loading` knows."""
+    own = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    for name in loading:
+        if name not in Loading.__annotations__:
+            remedy = did_you_mean(name, [*own, *Loading.__annotations__])
+            raise TypeError(f"{function.__name__} has no argument {name!r}; {remedy}")
+
+
+def _check_plan(plan: Any, dataset: Any) -> None:
+    """Raise if it is no plan, or if it is one for another number of samples."""
+    missing = [name for name in ("seed", "epoch", "count", "samples", "identity") if not hasattr(plan, name)]
+    if missing:
+        raise TypeError(
+            f"a Loader takes a plan of batches, got {shown(plan)} ({type(plan).__name__}), which has no "
+            f"{', '.join(missing)}: give ShardedBatches(len(data), global_batch)."
+        )
+    if isinstance(plan, ShardedBatches) and isinstance(dataset, Sized) and plan.size != len(dataset):
+        raise ValueError(
+            f"the plan must be made for as many samples as there are: it is for {plan.size}, and the data set has "
+            f"{len(dataset)}. Give ShardedBatches({len(dataset)}, ...); for a part of the data give that part, "
+            "torch.utils.data.Subset say."
+        )
+
+
+def _check_state(state: Any) -> None:
+    """Raise unless it is something that `state_dict` may have given."""
+    expected = ("epoch", "batches", "samples", "plan")
+    if not isinstance(state, Mapping):
+        problem = f"it is {shown(state)} ({type(state).__name__})"
+    elif missing := [name for name in expected if name not in state]:
+        problem = f"it has no {', '.join(missing)}"
+    elif wrong := [name for name in expected[:3] if isinstance(state[name], bool) or not isinstance(state[name], int)]:
+        problem = f"its {wrong[0]} is {shown(state[wrong[0]])} and not a whole number"
+    elif not isinstance(state["plan"], Mapping):
+        problem = f"its plan is {shown(state['plan'])} and not a dict"
+    else:
+        return
+    raise ValueError(
+        f"a loader's state is a dict with {', '.join(expected)}; {problem}. Give what a loader's state_dict() returned."
+    )
 
 
 def check_on_error(on_error: str) -> None:

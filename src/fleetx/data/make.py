@@ -1,18 +1,32 @@
 """Makes tiny data sets in each file format, with structure that a model can learn: for trials, tests and benchmarks."""
 
 import gzip
+import re
+import shutil
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from fleetx.data.checks import whole_number
 from fleetx.data.randomness import check_seed
 from fleetx.data.vocabulary import SPECIAL
 
 # A sentence of the made text stays on one topic, so that a second sentence shows whether it belongs to the first.
 MOST_TOPICS = 8
 ODD_TOKENS = 0.1
+
+# All that a maker writes, folders too: what `overwrite` may remove.
+IMAGENET_FILES = r"(train|val)(\.txt|(/class\d+(/(train|val)_\d+\.JPEG)?)?)"
+DIGITAL_FILES = r"vocab\.txt|data(/part-\d+\.(gz|txt))?"
+IDX_FILES = r"(train|t10k)-(images-idx3|labels-idx1)-ubyte\.gz"
+MOST_NAMED = 5
+
+
+class FolderInUseError(FileExistsError):
+    """The folder is not empty, and nobody has said that its files may be replaced."""
 
 
 def make_imagenet(
@@ -28,10 +42,12 @@ def make_imagenet(
     """`train.txt` and `val.txt` with their JPEG files; gives the path of `train.txt`.
 
     A class is a colour and a direction of stripes, under noise. Images are about `size` pixels wide, a quarter as many
-    are made for validation unless `val_images` says otherwise.
+    are made for validation unless `val_images` says otherwise. `overwrite` removes what was made there before.
     """
     _check_counts(classes=classes, images=images, size=size)
-    rng, folder = np.random.default_rng(check_seed(seed)), _prepare(folder, overwrite)
+    if val_images is not None and whole_number("val_images", val_images, "None makes a quarter as many") < 0:
+        raise ValueError(f"val_images must be at least 0, got {val_images}.")
+    rng, folder = np.random.default_rng(check_seed(seed)), _prepare(folder, overwrite, IMAGENET_FILES)
     counts = {"train": images, "val": max(classes, images // 4) if val_images is None else val_images}
     for part, count in counts.items():
         lines = []
@@ -61,15 +77,16 @@ def make_digital(
 
     Each topic has tokens of its own, which follow each other in a circle but for one in ten, so that a masked token
     can be told from its neighbours; both sentences of a sample are on one topic. Every second file is compressed.
+    `overwrite` removes what was made there before.
     """
-    _check_counts(samples=samples, files=files)
+    _check_counts(samples=samples, files=files, vocab=vocab, seq_len=seq_len)
     ordinary = vocab - len(SPECIAL)
     if ordinary < 4 or seq_len < 7:
         raise ValueError(
             f"made text needs a vocabulary of at least {len(SPECIAL) + 4} and sequences of at least 7 tokens, "
             f"got vocab={vocab} and seq_len={seq_len}."
         )
-    rng, folder = np.random.default_rng(check_seed(seed)), _prepare(folder, overwrite)
+    rng, folder = np.random.default_rng(check_seed(seed)), _prepare(folder, overwrite, DIGITAL_FILES)
     names = [*SPECIAL, *(f"token{number}" for number in range(ordinary))]
     vocab_path, data_dir = folder / "vocab.txt", folder / "data"
     vocab_path.write_text("".join(f"{name}\t{number}\n" for number, name in enumerate(names)), encoding="utf-8")
@@ -92,11 +109,14 @@ def make_idx(
     *,
     overwrite: bool = False,
 ) -> Path:
-    """The four files of Fashion-MNIST under their usual names; gives the folder. A quarter as many to test with."""
+    """The four files of Fashion-MNIST under their usual names; gives the folder. A quarter as many to test with.
+
+    `overwrite` removes what was made there before.
+    """
     _check_counts(images=images, size=size, classes=classes)
     if classes > 10:
         raise ValueError(f"Fashion-MNIST has 10 classes, got {classes}.")
-    rng, folder = np.random.default_rng(check_seed(seed)), _prepare(folder, overwrite)
+    rng, folder = np.random.default_rng(check_seed(seed)), _prepare(folder, overwrite, IDX_FILES)
     for part, count in (("train", images), ("t10k", max(classes, images // 4))):
         labels = (np.arange(count) % classes).astype(np.uint8)
         pictures = [
@@ -146,17 +166,38 @@ def _sentence(count: int, start: int, tokens: int, rng: np.random.Generator) -> 
     return (len(SPECIAL) + start + np.where(odd, rng.integers(tokens, size=count), circle)).tolist()
 
 
-def _prepare(folder: str | Path, overwrite: bool) -> Path:
+def _prepare(folder: str | Path, overwrite: bool, ours: str) -> Path:
+    """An empty folder; `ours` is a pattern of all paths in it that a maker writes, and may thus remove."""
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file; name a folder to make the data set in.")
-    if folder.is_dir() and any(folder.iterdir()) and not overwrite:
-        raise FileExistsError(f"{folder} is not empty: name another folder, or pass overwrite=True to write into it.")
+    if folder.is_dir() and any(folder.iterdir()):
+        if not overwrite:
+            raise FolderInUseError(
+                f"{folder} is not empty: name another folder, or pass overwrite=True to replace what was made there."
+            )
+        _remove_made(folder, ours)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
-def _check_counts(**counts: int) -> None:
+def _remove_made(folder: Path, ours: str) -> None:
+    """Empty the folder, unless something is in it that was not made here: a loader would read that too."""
+    paths = sorted(folder.rglob("*"))
+    # Removing through a link would reach files elsewhere.
+    foreign = [p for p in paths if p.is_symlink() or not re.fullmatch(ours, p.relative_to(folder).as_posix())]
+    if foreign:
+        named = ", ".join(str(path.relative_to(folder)) for path in foreign[:MOST_NAMED])
+        more = f" and {len(foreign) - MOST_NAMED} more" if len(foreign) > MOST_NAMED else ""
+        raise FileExistsError(
+            f"{folder} holds what was not made here, and would not be replaced: {named}{more}. Move it away, or name "
+            "another folder."
+        )
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _check_counts(**counts: Any) -> None:
     for name, value in counts.items():
-        if value < 1:
+        if whole_number(name, value, "give a count of at least 1") < 1:
             raise ValueError(f"{name} must be at least 1, got {value}.")

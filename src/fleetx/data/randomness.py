@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fleetx.data.checks import whole_number
+
 # Independent purposes draw from independent streams of the same epoch.
 SAMPLE_STREAM, SWAP_STREAM = 0, 1
 LARGEST_SEED = 2**40
@@ -32,6 +34,7 @@ class Epoch(NamedTuple):
 
 def check_seed(seed: int) -> int:
     """The seed, if it can be used."""
+    seed = whole_number("the seed", seed, "0 is usual")
     if not 0 <= seed < LARGEST_SEED:
         raise ValueError(f"the seed must be from 0 to 2**40 - 1, got {seed}.")
     return seed

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fleetx.comm import world
+from fleetx.data.checks import whole_number
 from fleetx.data.randomness import Epoch, check_seed
 
 Last = Literal["keep", "wrap", "drop"]
@@ -62,6 +63,8 @@ class ShardedBatches:
         last: Last = "keep",
     ) -> None:
         self.rank, self.workers = place(rank, workers)
+        size = whole_number("size", size, "give the number of samples, len(dataset)")
+        global_batch = whole_number("global_batch", global_batch, "give the samples of one batch, over all workers")
         if size < 1:
             raise ValueError(f"a data set needs at least one sample, this one has {size}.")
         if global_batch < self.workers:
@@ -135,6 +138,8 @@ def place(rank: int | None, workers: int | None) -> tuple[int, int]:
     waiting = not world.is_joined() and {"RANK", "WORLD_SIZE"} <= os.environ.keys()
     number = (int(os.environ["RANK"]) if waiting else world.rank()) if rank is None else rank
     count = (world.launched_size() if waiting else world.size()) if workers is None else workers
+    number = whole_number("rank", number, "leave it out to ask the job")
+    count = whole_number("workers", count, "leave it out to ask the job")
     if not 0 <= number < count:
         raise ValueError(f"a worker's number is from 0 to workers - 1: got rank {number} of {count} workers.")
     return number, count

@@ -7,14 +7,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fleetx.data.checks import whole_number
 from fleetx.data.digital import DigitalText, read_folder
-from fleetx.data.loader import Loader, Loading, check_on_error
+from fleetx.data.loader import Loader, Loading, check_loading, check_on_error
 from fleetx.data.masking import mask_tokens, most_masked
 from fleetx.data.randomness import SWAP_STREAM, Epoch
 from fleetx.data.reading import OnError
 from fleetx.data.sampling import Last, ShardedBatches, place
 from fleetx.data.token_batches import TokenBatches
 from fleetx.data.vocabulary import Vocabulary, load_vocabulary
+from fleetx.notices import tell_once
 
 NO_POSITION, NO_LABEL = -1, -100
 FOLLOWS, SWAPPED = 0, 1
@@ -27,6 +29,7 @@ def load_digital_dataset_from_file(
     max_seq_len: int,
     in_tokens: bool = False,
     *,
+    vocab_size: int | None = None,
     swap_sentences: bool = True,
     buffer: int = 1000,
     pad_to_longest: bool | None = None,
@@ -56,14 +59,18 @@ def load_digital_dataset_from_file(
     `buffer` consecutive ones, cut where the two would be too long; samples whose label is 0 already count as such.
     Masking and exchange depend on seed, epoch and sample only. The whole folder is held in memory, 2 bytes per token.
 
+    `vocab_size` is that of the model: a vocabulary with a larger id is refused. Ids may have gaps.
+
     A bad line or file is an error with its place, or with `on_error="skip"` left out and counted.
     """
     check_on_error(on_error)
+    check_loading(loading, load_digital_dataset_from_file)
     _check_sizes(batch_size, max_seq_len, in_tokens, buffer)
     if in_tokens and last != "keep":
         raise ValueError(f"last={last!r} is for batches counted in samples; in_tokens keeps everything.")
     rank, workers = place(rank, workers)
     vocabulary = load_vocabulary(vocab_path)
+    _check_vocabulary(vocabulary, vocab_path, vocab_size)
     text = read_folder(Path(data_dir), vocabulary, max_seq_len, on_error)
     longest = in_tokens if pad_to_longest is None else pad_to_longest
     samples = TextSamples(text, vocabulary, max_seq_len, buffer=buffer if swap_sentences else 0, pad_to_longest=longest)
@@ -184,7 +191,26 @@ def shortened(sentence: np.ndarray, room: int) -> np.ndarray:
     return sentence if len(sentence) <= room else np.append(sentence[: room - 1], sentence[-1])
 
 
+def _check_vocabulary(vocabulary: Vocabulary, path: str | Path, vocab_size: int | None) -> None:
+    """Refuse one that the model has too few embeddings for; say so if it has gaps, since these may be a slip."""
+    tokens, largest = len(vocabulary.ids), vocabulary.size - 1
+    if vocab_size is not None and largest >= whole_number("vocab_size", vocab_size, "30522 is BERT's"):
+        raise ValueError(
+            f"{path}: ids must be below the model's vocab_size of {vocab_size}, and the largest of its {tokens} tokens "
+            f"is {largest}. Build the model with vocab_size={largest + 1}, or give the vocabulary that it was made for."
+        )
+    if vocabulary.size > tokens:
+        tell_once(
+            f"vocabulary-gap-{path}",
+            f"{path}: {tokens} tokens have ids up to {largest}, so some ids stand for nothing: a model needs "
+            f"vocab_size={largest + 1} for it.",
+        )
+
+
 def _check_sizes(batch_size: int, max_seq_len: int, in_tokens: bool, buffer: int) -> None:
+    whole_number("batch_size", batch_size, "it counts samples, or tokens with in_tokens=True")
+    whole_number("max_seq_len", max_seq_len, "512 is usual")
+    whole_number("buffer", buffer, "1000 is the default")
     if batch_size < 1 or max_seq_len < 1 or buffer < 1:
         raise ValueError(
             f"batch_size, max_seq_len and buffer must be at least 1, got {batch_size}, {max_seq_len} and {buffer}."

@@ -1,5 +1,6 @@
 """A vocabulary file: one token per line, `token` or `token<tab>id`; without an id the line's number from 0 counts."""
 
+import codecs
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def load_vocabulary(path: str | Path) -> Vocabulary:
 def _usual(path: Path) -> dict[str, int] | None:
     """The ids of a file in which everything is right, at the speed that is worth for 30,000 lines; else None."""
     try:
-        text = path.read_bytes().decode()
+        text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError:
         return None
     lines = text.removesuffix("\n").split("\n")
@@ -66,6 +67,8 @@ def _careful(path: Path) -> dict[str, int]:
     taken: dict[int, str] = {}
     with path.open("rb") as file:
         for number, line in enumerate(file):
+            if number == 0:
+                line = line.removeprefix(codecs.BOM_UTF8)
             token, value = _parse(line, number, f"{path}:{number + 1}")
             if token in ids or value in taken:
                 first = f"{token!r} has id {ids[token]}" if token in ids else f"id {value} is {taken[value]!r}"

@@ -1,9 +1,12 @@
 """Other things called fleetx: another distribution, or a file or folder of that name that Python would find first."""
 
 import importlib.metadata
+import json
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import fleetx
 from fleetx.doctor.finding import Check
@@ -25,7 +28,7 @@ def check_clashes() -> list[Check]:
     )
     providers = sorted(set(importlib.metadata.packages_distributions().get(_NAME, [])))
     strangers = [name for name in providers if name.lower() != _NAME]
-    detail = ", ".join(providers) or "not installed, imported from a folder"
+    detail = ", ".join(providers) or _installed_elsewhere()
     remedy = f"pip uninstall {' '.join(strangers)}, then install fleetx anew: both write into the same folder"
     return [one_place, Check("one distribution provides it", not strangers, detail, remedy if strangers else "")]
 
@@ -35,6 +38,28 @@ def others() -> list[Path]:
     folders = [Path(entry or ".").resolve() for entry in dict.fromkeys(sys.path)]
     candidates = [folder / name for folder in folders for name in (f"{_NAME}/__init__.py", f"{_NAME}.py")]
     return [one for one in candidates if one.is_file() and one.resolve().parent != _own()]
+
+
+def _installed_elsewhere() -> str:
+    """How FleetX came here if no distribution lists its files: installed editable, or not at all."""
+    folder = _editable_folder()
+    if folder is None:
+        return "not installed, imported from a folder"
+    if folder in _own().parents:
+        return f"{_NAME}, installed editable from {_shown(folder)}"
+    return f"imported from {_shown(_own())}, though pip has it installed editable from {_shown(folder)}"
+
+
+def _editable_folder() -> Path | None:
+    """The folder that pip has installed FleetX from without copying it (PEP 610); None if it has not."""
+    try:
+        origin = importlib.metadata.distribution(_NAME).read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    described = json.loads(origin or "{}")
+    if not described.get("dir_info", {}).get("editable"):
+        return None
+    return Path(url2pathname(urlsplit(described["url"]).path)).resolve()
 
 
 def _own() -> Path:

@@ -17,7 +17,7 @@ from fleetx.memory.compiling import SharedCompilations
 from fleetx.memory.dear import KINDS
 from fleetx.memory.names import find_cuts
 from fleetx.memory.recording import Recorder
-from fleetx.memory.running import Experience, Run, active_run, operation_name
+from fleetx.memory.running import Experience, Run, active_run, end_stale, operation_name
 from fleetx.memory.states import Home, Save, Segment
 from fleetx.units import parse_bytes
 
@@ -244,6 +244,7 @@ class Beginning(_Hook):
 
     def act(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
         """See the class."""
+        end_stale()
         run = self.run()
         if run is not None and _is_under_way(module):
             run.nested += 1  # the model calls itself
@@ -368,7 +369,7 @@ def outputs(model: nn.Module, *args: Any, **kwargs: Any) -> list[str]:
                 found.append(name)
 
         handles.append(module.register_forward_hook(leave, always_call=True))
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = randomness.devices_of([*model.parameters(), *model.buffers()])
     present = randomness.state(device)
     try:
         with Watch().before(model).restored(), randomness.replaying(present, device):  # noqa: SIM117

@@ -47,7 +47,7 @@ class Noted:
     """The outputs of chosen operations, of those that ran while it `is_on`."""
 
     kinds: tuple[str, ...]
-    device: torch.device
+    device: randomness.Devices
     is_on: Callable[[], bool]
     saved: "list[Saved | None]" = field(default_factory=list)
 
@@ -78,7 +78,7 @@ class Saving(TorchDispatchMode):
 class Saved:
     """The outputs of one operation, and where the random generators were after it."""
 
-    def __init__(self, output: Any, function: Any, device: torch.device) -> None:
+    def __init__(self, output: Any, function: Any, device: randomness.Devices) -> None:
         flat, self.structure = pytree.tree_flatten(output)
         # Detached: the tensors themselves will know the graph, which would then know itself.
         # With ADInplaceOrView, which is off below autograd: else the version would say nothing of later writes.

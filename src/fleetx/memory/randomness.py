@@ -2,38 +2,58 @@
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-State = tuple[Tensor, Tensor | None]
+Devices = torch.device | tuple[torch.device, ...]
 
 
-def state(device: torch.device) -> State:
-    """torch's generators that a segment on this device may use: the host's and the device's. Nobody waits."""
-    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return torch.get_rng_state(), on_device
+class State(NamedTuple):
+    """Where torch's generators were: the host's, and those of devices."""
+
+    host: Tensor
+    on_devices: tuple[tuple[torch.device, Tensor], ...]
 
 
-def restore(states: State, device: torch.device) -> None:
-    """Put the generators back."""
-    torch.set_rng_state(states[0])
-    if states[1] is not None:
-        torch.cuda.set_rng_state(states[1], device)
+def devices_of(tensors: Iterable[Tensor]) -> tuple[torch.device, ...]:
+    """The devices on which parameters and buffers lie, accelerators first; the host, if there are none."""
+    found = dict.fromkeys(tensor.device for tensor in tensors)
+    found = {device: None for device in found if device.type != "meta"} or {torch.device("cpu"): None}
+    return tuple(sorted(found, key=lambda device: device.type == "cpu"))
+
+
+def state(devices: Devices) -> State:
+    """torch's generators that a segment on these devices may use: the host's and the devices'. Nobody waits."""
+    cuda = [device for device in _several(devices) if device.type == "cuda"]
+    return State(torch.get_rng_state(), tuple((device, torch.cuda.get_rng_state(device)) for device in cuda))
+
+
+def restore(states: State, devices: Devices) -> None:
+    """Put the generators of these devices back."""
+    torch.set_rng_state(states.host)
+    wanted = _several(devices)
+    for device, noted in states.on_devices:
+        if device in wanted:
+            torch.cuda.set_rng_state(noted, device)
 
 
 @contextmanager
-def replaying(states: State, device: torch.device) -> Iterator[None]:
+def replaying(states: State, devices: Devices) -> Iterator[None]:
     """Inside, the same random numbers are drawn again; afterwards the generators go on as if nothing had been drawn."""
-    present = state(device)
-    restore(states, device)
+    present = state(devices)
+    restore(states, devices)
     try:
         yield
     finally:
-        restore(present, device)
+        restore(present, devices)
+
+
+def _several(devices: Devices) -> tuple[torch.device, ...]:
+    return (devices,) if isinstance(devices, torch.device) else devices
 
 
 def python_state() -> tuple[Any, Any]:

@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -10,9 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from fleetx.memory import dear, randomness
+from fleetx.memory.checking import checksum, is_equal
 from fleetx.memory.offload import Offloader, Trip, View, is_worth_moving
 from fleetx.memory.states import Segment
-from fleetx.memory.tape import Call, External, Surroundings, Tape, pointer_of, version_of
+from fleetx.memory.surroundings import Surroundings
+from fleetx.memory.tape import Call, External, Tape, pointer_of, version_of
+
+DEPENDS = (
+    "Its forward depends on something that changed in between: a global, a counter, a file, another generator of "
+    "random numbers. Leave that module out of recompute, or make its forward depend on its inputs only."
+)
 
 
 class Kept(NamedTuple):
@@ -64,18 +71,21 @@ class Enough(Exception):  # noqa: N818 - not an error
 class Frame:
     """A segment in one forward."""
 
-    def __init__(self, name: str, state: Segment, tape: Tape, device: torch.device, number: int) -> None:
+    def __init__(self, name: str, state: Segment, tape: Tape, devices: tuple[torch.device, ...], number: int) -> None:
         self.name = name
         self.state = state
         self.tape = tape
-        self.device = device
+        self.devices = devices
         self.number = number  # among the segments of all forwards
         self.offloader: Offloader | None = None
-        self.random = randomness.state(device)
+        self.random = randomness.state(devices)
         self.saved: list[Saved] = []
         self.looks: list[tuple[Look, weakref.ref[Saved]]] = []
         self.kept: dict[int, Any] = {}  # the memory of parameters and buffers, by where it is
-        self.stops_early = True
+        self.stops_early = False  # whether it may be left in the middle, when everything was saved again
+        self.fills_late = False  # whether something in it is saved first and filled then
+        self.is_checked = False  # whether what its modules give must be the same again
+        self.proven: Callable[[], None] = lambda: None  # called when it was
         self.lost = ""  # what happened that cannot be repeated
         self._again: dict[int, dict[int, tuple[Tensor, int]]] = {}
         self._lock = threading.RLock()
@@ -179,11 +189,14 @@ class Repetition:
     def run(self) -> dict[int, tuple[Tensor, int]]:
         """The tensors that are still wanted, with their versions, by number."""
         frame = self.frame
-        present = Surroundings.now(frame.tape.devices)
+        present = Surroundings.now(frame.tape.kinds)
         torch.autocast_increment_nesting()
         try:
-            with randomness.replaying(frame.random, frame.device):
-                frame.tape.repeat(self.fetch, self.around, self.is_done)
+            with randomness.replaying(frame.random, frame.devices):
+                frame.tape.repeat(self.fetch, self.around, self.check, self.is_done)
+            if frame.is_checked:
+                frame.is_checked = False
+                frame.proven()
         except Enough:
             pass
         except torch.OutOfMemoryError as error:
@@ -199,7 +212,7 @@ class Repetition:
 
     def is_done(self) -> bool:
         """Whether nothing more is needed."""
-        return self.number > self.last
+        return self.number > self.last and not self.frame.is_checked
 
     @contextmanager
     def around(self, call: Call) -> Iterator[None]:
@@ -212,6 +225,18 @@ class Repetition:
             yield
         if self.number < self.saves.stop:
             raise RuntimeError(self.different(None))
+
+    def check(self, call: Call, outputs: list[Tensor]) -> None:
+        """A call was repeated: where that is proven for the first time, a module must have given the same."""
+        if not self.frame.is_checked or call.sums is None:
+            return
+        for place, (output, expected) in enumerate(zip(outputs, call.sums, strict=True)):
+            if not is_equal(checksum(output), expected):
+                raise RuntimeError(
+                    f"a module in the segment that ends at {self.frame.name!r} gave something else when it was "
+                    f"repeated: output {place + 1} of {len(outputs)} has other values, so gradients would be wrong. "
+                    f"{DEPENDS}"
+                )
 
     def collect(self, tensor: Tensor) -> Any:
         """A tensor is saved again."""
@@ -256,9 +281,7 @@ class Repetition:
         found = None if tensor is None else Look.of(tensor)
         return (
             f"the segment that ends at {self.frame.name!r} did something else when it was repeated: saved tensor "
-            f"{self.number + 1} of {len(looks)} was {_described(expected)}, and is {_described(found)}. Its "
-            "forward depends on something that changed in between: a global, a counter, a file, another generator of "
-            "random numbers. Leave that module out of recompute, or make its forward depend on its inputs only."
+            f"{self.number + 1} of {len(looks)} was {_described(expected)}, and is {_described(found)}. {DEPENDS}"
         )
 
 

@@ -32,22 +32,23 @@ class Recorder(TorchFunctionMode):
 
     def __init__(self, listener: Listener) -> None:
         super().__init__()
-        self.listener = listener
+        self.listener: Listener | None = listener
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # Gradients that are asked for in a forward may be those of an earlier segment: not to be had again.
-        if not self.listener.is_listening() or func is torch.autograd.grad:
+        listener = self.listener
+        if listener is None or not listener.is_listening() or func is torch.autograd.grad:
             return func(*args, **kwargs)
         inputs = tensors_in((args, kwargs))
         written = written_by(func, args, kwargs)
         versions = [version_of(tensor) for tensor in inputs]
-        with self.listener.calling(args, kwargs, written) as begun:
+        with listener.calling(args, kwargs, written) as begun:
             output = func(*args, **kwargs)
         changed = [t for t, version in zip(inputs, versions, strict=True) if version_of(t) != version]
         if changed and not written:
             _writing.add(func)  # too late for this time
-        if changed or written or tensors_in(output):
+        if self.listener is not None and (changed or written or tensors_in(output)):
             self.listener.called(func, args, kwargs, output, begun)
         return output
 
@@ -56,6 +57,15 @@ class Recorder(TorchFunctionMode):
         """Whether no mode of somebody else was opened since."""
         depth = torch._C._len_torch_function_stack()
         return depth > 0 and torch._C._get_function_stack_at(depth - 1) is self
+
+
+def drop_deaf() -> None:
+    """Take recorders off that have no listener any more: they could not be while they were asked."""
+    while (depth := torch._C._len_torch_function_stack()) > 0:
+        innermost = torch._C._get_function_stack_at(depth - 1)
+        if not isinstance(innermost, Recorder) or innermost.listener is not None:
+            return
+        innermost.__exit__(None, None, None)
 
 
 _writing: set[Any] = set()

@@ -13,24 +13,39 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fleetx.memory import dear
+from fleetx.memory import dear, randomness
 from fleetx.memory.buffers import Snapshot, Watch
+from fleetx.memory.checking import LateFillers, checksum
 from fleetx.memory.compiling import SharedCompilations
 from fleetx.memory.names import Cuts
 from fleetx.memory.offload import Offloader
 from fleetx.memory.recompute import Frame, Kept, Saved, unchanged
-from fleetx.memory.recording import Recorder
+from fleetx.memory.recording import Recorder, drop_deaf
 from fleetx.memory.states import DEAR_KINDS, Segment
 from fleetx.memory.structures import Structure, tensors_in
-from fleetx.memory.tape import External, Surroundings, Tape, pointer_of, version_of
+from fleetx.memory.surroundings import Surroundings
+from fleetx.memory.tape import External, Tape, pointer_of, version_of
 
 _active = threading.local()
 TAIL = Segment("the end", save="everything")
+MOST_TRIALS = 4
+"""So many forwards of a segment are prepared for a check; in some models the backward never comes there."""
+MANY = 128
+FEW = 16
+"""So much may happen in a segment that is new, or known, before anybody wonders whether the forward is still on."""
 
 
 def active_run() -> "Run | None":
     """The forward that is under way in this thread."""
     return getattr(_active, "run", None)
+
+
+def end_stale() -> None:
+    """End forwards of this thread that were left without a word."""
+    drop_deaf()
+    while (run := active_run()) is not None and run.is_stale():
+        run.end(failed=True)
+        drop_deaf()
 
 
 @contextmanager
@@ -49,7 +64,15 @@ class Learned:
 
     state: Segment
     size: int = 0  # bytes that autograd would save
+    saves: int = 0  # tensors that autograd saved
     lost: int = 0  # how often in a row it could not be repeated
+    fills_late: bool = False  # whether something in it is saved first and filled then
+    is_proven: bool = False  # whether it gave the same when it was repeated
+    trials: int = 0  # forwards of which that was to be proven
+
+    def prove(self) -> None:
+        """It gave the same."""
+        self.is_proven = True
 
 
 @dataclass(eq=False)
@@ -133,9 +156,17 @@ class Run:
     """The state of one forward."""
 
     def __init__(self, experience: Experience, model: nn.Module) -> None:
+        end_stale()
         self.experience = experience
-        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self.devices = ("cpu",) if self.device.type == "cpu" else ("cpu", self.device.type)
+        self.model = model
+        self._is_told = _is_called(model)  # else nothing can be learned from the stack: compiled code calls it
+        self._wonders_at = MANY
+        held = [*model.parameters(), *model.buffers()]
+        self.devices = randomness.devices_of(held)
+        _require_one_to_move_from(self.devices, experience.cuts)
+        self.device = self.devices[0]  # the one from which tensors move to the host
+        self.generators: Any = self.devices  # on all of them numbers may be drawn
+        self.kinds = tuple(dict.fromkeys(["cpu", *(device.type for device in self.devices)]))
         self.nested = 0  # calls of the model by itself
         self.depth = 0  # within modules that run as a whole
         self._is_busy = False
@@ -146,10 +177,11 @@ class Run:
         self.seen: list[Learned] = []
         self.containers: list[tuple[str, dict[str, int]]] = []
         # Held, so that their memory becomes nobody else's even if the model replaces them.
-        kept = [t for t in [*model.parameters(), *model.buffers()] if not is_lazy(t)]
+        kept = [tensor for tensor in held if not is_lazy(tensor)]
         self._kept = {pointer: t.untyped_storage() for t in kept if (pointer := pointer_of(t)) is not None}
         self._readers: dict[int, list[tuple[Frame, weakref.ref[External]]]] = {}
         self._leaf: Leaf | None = None
+        self._late_fillers = LateFillers()
         self.frame = self._open()
         self._outer = active_run()
         self.recorder = Recorder(self)
@@ -165,10 +197,24 @@ class Run:
     def _open(self) -> Frame:
         self.ordinal += 1
         state = self.experience.expected(self.ordinal)
-        frame = Frame(state.until, state, Tape(self.devices), self.device, next(self.experience.numbers))
+        frame = Frame(state.until, state, Tape(self.kinds), self.devices, next(self.experience.numbers))
         frame.kept = self._kept
-        frame.stops_early = self.experience.compilations is None
+        # In the first forward nobody knows how many segments will come.
+        frame.is_checked = (self.is_first or self._is_repeated(state)) and self._is_unproven()
+        known = self.experience.segments[self.ordinal] if self.ordinal < len(self.experience.segments) else None
+        self._wonders_at = MANY if known is None else max(FEW, 2 * known.saves)
         return frame
+
+    def _is_repeated(self, state: Segment) -> bool:
+        """Whether a segment in this state is computed again in the backward."""
+        return state.save == "inputs" or (state.save == "dear" and self.experience.compilations is None)
+
+    def _is_unproven(self) -> bool:
+        """Whether nobody has seen yet that the present segment gives the same when it is repeated."""
+        known = self.experience.segments
+        if self.ordinal >= len(known):
+            return True
+        return not known[self.ordinal].is_proven and known[self.ordinal].trials < MOST_TRIALS
 
     def cut(self, segment: Segment) -> None:
         """The output that ends a segment is there."""
@@ -176,6 +222,7 @@ class Run:
         frame.name, frame.state = segment.until, segment
         learned = self._learned(segment)
         self.seen.append(learned)
+        learned.saves = len(frame.looks)
         if self.is_first:  # counting takes its time, so it is done once
             learned.size = frame.bytes_saved()
         self._settle(frame, learned)
@@ -191,7 +238,7 @@ class Run:
             frame.offloader.release_due(frame.number)
         if any(external.was_written() for external in frame.tape.externals):
             frame.lost = frame.lost or "something wrote to its inputs"
-        keeps = state.save == "everything" or (state.save == "dear" and self.experience.compilations is not None)
+        keeps = not self._is_repeated(state)
         learned.lost = learned.lost + 1 if frame.lost and not keeps else 0
         if learned.lost == 2:  # the first time may have taught us how
             self.experience.complaints.append(
@@ -200,6 +247,11 @@ class Run:
         if frame.lost or keeps:
             frame.park_saved(offloader, at_once=self.is_first) if offloader else frame.keep()
         else:
+            learned.trials += frame.is_checked
+            learned.fills_late = learned.fills_late or frame.fills_late
+            is_sure = learned.is_proven or frame.is_checked
+            frame.stops_early = is_sure and not learned.fills_late and self.experience.compilations is None
+            frame.proven = learned.prove
             frame.drop()
             if offloader is not None:
                 frame.park_inputs(offloader, at_once=self.is_first)
@@ -218,17 +270,42 @@ class Run:
         """The forward is over; what ran since the last cut stays as it is."""
         _active.run = self._outer
         self._end_leaf()
-        self._switch_on()
-        self.recorder.__exit__(None, None, None)
+        if self._is_calling:  # the recorder is being asked, and torch will put it back: it goes later
+            self.recorder.listener = None
+        else:
+            self._switch_on()
+            self.recorder.__exit__(None, None, None)
         self._hooks.__exit__(None, None, None)
         if self.experience.compilations is not None:
             self.experience.compilations.uninstall(self.experience.cuts.leaves.values())
         self.frame.keep()
         self.frame.offloader = self.experience.offloader
-        if not failed:
+        if failed:
+            self.experience.inside_dear = 0  # who was interrupted did not count down
+        else:
             self.experience.segments = self.seen
         # They know each other; without this they would live until the garbage is collected.
         self.__dict__.clear()
+
+    # When nobody tells that it is over ----------------------------------------------------------------------
+
+    def is_stale(self) -> bool:
+        """Whether the model was left without a word, as by an interrupt from the keyboard: torch calls no hooks then.
+
+        Only if what it left behind can be taken away: if nobody put something on top of it since.
+        """
+        if not self._is_told or _is_called(self.model):
+            return False
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        on_top = top is not None and top[0] == self.pack
+        return on_top and (self._is_off or self._is_calling or self.recorder.is_innermost)
+
+    def _wonders(self) -> bool:
+        """So much has happened in this segment that the forward may long be over."""
+        if max(len(self.frame.saved), len(self.frame.tape.calls)) < self._wonders_at:
+            return False
+        self._wonders_at *= 2
+        return self.is_stale()
 
     # What autograd saves -------------------------------------------------------------------------------------
 
@@ -238,6 +315,9 @@ class Run:
 
     def pack(self, tensor: Tensor) -> Kept | Saved:
         """Autograd wants to save a tensor."""
+        if self._wonders():
+            self.end(failed=True)
+            return Kept(tensor.detach(), version_of(tensor))
         if self.is_kept(tensor):
             return Kept(tensor.detach(), version_of(tensor))
         if self.depth == 0 and not self._is_calling:  # by a function of somebody's own, which is not on the tape
@@ -290,17 +370,24 @@ class Run:
             with nullcontext() if begun.dear is None else dear.Saving(begun.dear):
                 yield begun
         finally:
-            self._is_calling = False
+            if self.__dict__:  # else it was found to be over
+                self._is_calling = False
 
     def called(self, function: Callable[..., Any], args: Any, kwargs: Any, output: Any, begun: "Begun") -> None:
         """A function gave or changed tensors."""
+        if self._wonders():
+            self._is_calling = True  # the recorder is being asked still
+            self.end(failed=True)
+            return
         tape, saves = self.frame.tape, range(begun.first, len(self.frame.looks))
         noted = begun.noted or self._noted(args, kwargs, [])
-        call = tape.note_call(function, noted, output, Surroundings.now(self.devices), saves)
+        call = tape.note_call(function, noted, output, Surroundings.now(self.kinds), saves)
         call.dear = begun.dear if begun.dear is not None and begun.dear.saved else None
         tape.note_written(begun.written)
         self._after_write(begun.written)
         segment = self.experience.cuts.operations.get(self._operation(function))
+        if self.frame.is_checked and self._late_fillers.are_behind(tensors_in(output)):
+            self.frame.fills_late = True
         if segment is not None:
             self.cut(segment)
 
@@ -314,7 +401,7 @@ class Run:
         state = self.frame.state
         if state.save != "dear" or self.experience.compilations is not None:
             return None
-        return dear.Noted(_kinds(state), self.device, _where_dear(state, self.experience))
+        return dear.Noted(_kinds(state), self.generators, _where_dear(state, self.experience))
 
     # What is read and written -------------------------------------------------------------------------------
 
@@ -365,7 +452,7 @@ class Run:
         is_known = id(module) in self.experience.written
         noted = self._noted(args, kwargs, self.experience.written_by(module, tensors), is_sure=is_known)
         snapshot = self.experience.watch.before(module)
-        self._leaf = Leaf(self, module, tensors, noted, snapshot, Surroundings.now(self.devices))
+        self._leaf = Leaf(self, module, tensors, noted, snapshot, Surroundings.now(self.kinds))
 
     def leave_leaf(self, output: Any) -> None:
         """It ends, be it by an error."""
@@ -379,6 +466,11 @@ class Run:
         saves = range(leaf.first, len(self.frame.looks))
         call = self.frame.tape.note_call(leaf.callee, leaf.noted, output, leaf.where, saves)
         call.dear = leaf.dear
+        if self.frame.is_checked:
+            outputs = tensors_in(output)
+            call.sums = [checksum(one) for one in outputs]
+            if self._late_fillers.are_behind(outputs):
+                self.frame.fills_late = True
         self._learn_written(leaf)
         call.snapshot = self.experience.watch.after(leaf.snapshot)
         if call.snapshot is None:
@@ -451,6 +543,27 @@ class Leaf:
         """Undo what was done for the module, last first."""
         while self._undo:
             self._undo.pop()()
+
+
+def _require_one_to_move_from(devices: tuple[torch.device, ...], cuts: Cuts) -> None:
+    accelerators = [device for device in devices if device.type != "cpu"]
+    moved = [segment.until for segment in cuts.in_order() if segment.home == "host"]
+    if len(accelerators) > 1 and moved:
+        raise ValueError(
+            "activations move to the host from one accelerator only, and this model lies on "
+            f"{', '.join(map(str, accelerators))}; home='host' was asked for until {', '.join(moved)}. Use "
+            "home='device' for these segments, or put the model on one accelerator."
+        )
+
+
+def _is_called(model: nn.Module) -> bool:
+    """Whether a call of the model is under way in this thread, as far as Python's stack tells."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is model:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _pointers(tensors: list[Tensor]) -> set[int]:

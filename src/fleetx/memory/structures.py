@@ -12,6 +12,7 @@ _WITHOUT = (
     *(Tensor, nn.Module, torch.Generator, torch.dtype, torch.device, str, bytes, int, float, complex, type, type(None)),
     *(FunctionType, MethodType, BuiltinFunctionType),
 )
+_DATA = (Tensor, torch.dtype, torch.device, str, bytes, int, float, complex, type(None))
 _DEEPEST = 3
 """Objects in objects are looked into so far, and no further: some know the whole program."""
 
@@ -29,7 +30,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def flatten(value: Any, depth: int = 0) -> tuple[list[Any], Structure]:
-    """The values of a structure in a row. Objects without tensors are values too."""
+    """The values of a structure in a row. Objects that hold neither tensors nor only data are values too."""
     flat, tree = pytree.tree_flatten(value)
     if all(isinstance(one, _WITHOUT) for one in flat):
         return flat, Structure(tree, {})
@@ -37,7 +38,7 @@ def flatten(value: Any, depth: int = 0) -> tuple[list[Any], Structure]:
     objects = {}
     for place, one in enumerate(flat):
         held = _attributes(one) if depth < _DEEPEST else {}
-        if not held or not _has_tensors(held, depth, {id(one)}):
+        if not held or not (_has_tensors(held, depth, {id(one)}) or _is_data(held, depth, {id(one)})):
             values.append(one)
             continue
         inner, structure = flatten(list(held.values()), depth + 1)
@@ -83,3 +84,15 @@ def _has_tensors(held: dict[str, Any], depth: int, seen: set[int]) -> bool:
             if _has_tensors(_attributes(one), depth + 1, seen):
                 return True
     return False
+
+
+def _is_data(held: dict[str, Any], depth: int, seen: set[int]) -> bool:
+    """Whether there is nothing but data in it: a counter or an empty cache, which a module may come to fill."""
+    for one in pytree.tree_leaves(list(held.values())):
+        if isinstance(one, _DATA):
+            continue
+        inner = _attributes(one) if depth < _DEEPEST and id(one) not in seen else {}
+        seen.add(id(one))
+        if not inner or not _is_data(inner, depth + 1, seen):
+            return False
+    return True

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fleetx.memory.structures import Structure, flatten, unflatten
+from fleetx.memory.surroundings import Surroundings
 
 
 def version_of(tensor: Tensor) -> int:
@@ -24,30 +25,13 @@ def version_of(tensor: Tensor) -> int:
 
 
 def pointer_of(tensor: Tensor) -> int | None:
-    """Where the tensor's memory begins; None if it has none, or several as sparse ones have."""
+    """Where the tensor's memory begins; None if it has none, or several as sparse and sharded ones have."""
     if tensor.layout is not torch.strided:
         return None
-    return tensor.untyped_storage().data_ptr() or None
-
-
-class Surroundings(NamedTuple):
-    """What else decides how torch computes."""
-
-    grad: bool
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
-
-    @classmethod
-    def now(cls, devices: tuple[str, ...]) -> "Surroundings":
-        """The present ones."""
-        autocast = tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices)
-        return cls(torch.is_grad_enabled(), autocast)
-
-    def restore(self) -> None:
-        """Make them the present ones."""
-        torch.set_grad_enabled(self.grad)
-        for device, enabled, dtype in self.autocast:
-            torch.set_autocast_enabled(device, enabled)
-            torch.set_autocast_dtype(device, dtype)
+    try:
+        return tensor.untyped_storage().data_ptr() or None
+    except RuntimeError:  # a tensor that consists of others, such as DTensor
+        return None
 
 
 class Made(NamedTuple):
@@ -117,13 +101,14 @@ class Call:
     saves: range  # numbers of the tensors that autograd saved meanwhile
     dear: Any = None  # outputs inside of the call that need not be computed again
     snapshot: Any = None  # what the module held before
+    sums: list[Any] | None = None  # of a module: checksums of what it gave
 
 
 @dataclass(eq=False)
 class Tape:
     """The calls of one segment, and what they read from outside."""
 
-    devices: tuple[str, ...]
+    kinds: tuple[str, ...]  # of devices
     calls: list[Call] = field(default_factory=list)
     externals: list[External] = field(default_factory=list)
     _known: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
@@ -178,9 +163,13 @@ class Tape:
         return noted
 
     def repeat(
-        self, fetch: Callable[[External], Tensor], around: Callable[[Call], Any], is_done: Callable[[], bool]
+        self,
+        fetch: Callable[[External], Tensor],
+        around: Callable[[Call], Any],
+        check: Callable[[Call, list[Tensor]], None],
+        is_done: Callable[[], bool],
     ) -> None:
-        """Do all of it again, until `is_done`; `around` gives a context for each call."""
+        """Do all of it again, until `is_done`; `around` gives a context for each call, `check` sees what it gave."""
         made: dict[Any, Tensor] = {}
 
         def value(place: Any) -> Any:
@@ -199,6 +188,7 @@ class Tape:
             del args, kwargs
             flat, _ = flatten(output)
             made.update((Made(number), flat[place]) for place, number in call.outputs)
+            check(call, [flat[place] for place, _ in call.outputs])
             del output, flat
             for place in last_uses.get(position, ()):
                 made.pop(place, None)

@@ -21,6 +21,7 @@ from fleetx.static.feeding import as_batch, described, inputs_of
 from fleetx.static.fetching import Fetch, name_of, resolve
 from fleetx.static.program import Program
 from fleetx.static.recompiling import CompilationLog
+from fleetx.static.skipping import TellingWatch
 
 if TYPE_CHECKING:
     from fleetx.static.planned import PlannedProgram
@@ -192,6 +193,7 @@ class BoundProgram:
         inner = program.optimizer(self.model.parameters())
         scheduler = program.scheduler(inner) if program.scheduler is not None else None
         optimizer = distributed_optimizer(inner, program.strategy, scheduler, clip_norm=program.clip_norm)
+        optimizer.engine.watch = TellingWatch(optimizer.engine.watch.limit)
         if program.items is not None and not optimizer.engine.average:
             raise ValueError(checks.ITEMS_OR_SUM)
         if program.compile:

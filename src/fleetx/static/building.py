@@ -7,17 +7,27 @@ import torch
 from torch import nn
 from torch.utils import swap_tensors
 
-from fleetx.notices import tell_once
+from fleetx.notices import shown, tell_once
 
 
 def build(factory: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
     """The model that `factory(...)` makes, without its weights; `materialise` makes these later, by its own rules."""
+    if isinstance(factory, nn.Module):
+        name = type(factory).__name__
+        raise TypeError(
+            f"build makes the model itself, and got one that is made already, a {name}: give the class, "
+            f"static.build({name}, ...), or give this model to Program as it is."
+        )
+    if not callable(factory):
+        raise TypeError(f"build takes a class or function that makes a model, got {shown(factory)}: give the class.")
 
     def again() -> nn.Module:
         return factory(*args, **kwargs)
 
     with torch.device("meta"):
         model = again()
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"build takes what makes an nn.Module, and this made a {type(model).__name__}: give the class.")
     object.__setattr__(model, "_fleetx_factory", again)
     return model
 

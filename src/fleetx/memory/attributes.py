@@ -1,0 +1,155 @@
+"""What modules keep in plain attributes: all of it is noted before a forward, and put back while that is repeated.
+
+Notes are shallow: an attribute is what it was, but what was changed inside of an object is not undone. Tensors that an
+attribute holds, itself or in a tuple, list or dict, are looked after: no graph is kept alive, and writes are noticed.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fleetx.memory.checking import bits
+from fleetx.memory.tape import Drawn, pointer_of, version_of
+
+_TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"}
+"""Of parameters, buffers and submodules others take care; hooks stay as they are."""
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
+_CONTAINERS = frozenset({tuple, list, dict, OrderedDict})
+_LONGEST = 256
+"""Longer lists are not searched for tensors: they are vocabularies and the like, and a forward must not be slow."""
+
+Noted = dict[str, Any]
+
+
+@dataclass(eq=False)
+class Past:
+    """A tensor that an attribute held before a forward."""
+
+    owner: nn.Module
+    name: str
+    tensor: Tensor  # without its graph, which may come to know the segment
+    version: int
+    copy: Tensor | None = None  # if a forward writes to it
+
+    @classmethod
+    def of(cls, owner: nn.Module, name: str, tensor: Tensor, *, is_copied: bool) -> "Past":
+        """The tensor as it is."""
+        held = tensor if tensor.is_leaf else tensor.detach().requires_grad_()
+        return cls(owner, name, held, version_of(held), held.detach().clone() if is_copied else None)
+
+    def was_written(self) -> bool:
+        """Whether somebody wrote to it, as far as can be seen."""
+        if version_of(self.tensor) != self.version:
+            return True
+        return self.copy is not None and not has_same_values(self.tensor, self.copy)
+
+    def again(self) -> Tensor:
+        """A tensor that is what it was."""
+        if self.copy is not None:
+            with torch.enable_grad():  # what is written to must not be a leaf
+                return self.copy.detach().requires_grad_(self.tensor.requires_grad).clone()
+        if self.was_written():
+            raise RuntimeError(
+                f"{self.name!r} of a {type(self.owner).__name__} was written to between the forward and the backward, "
+                "so the segment cannot be repeated as it was. Write to it inside of forward, or after the backward; or "
+                "leave this module out of recompute."
+            )
+        return self.tensor
+
+
+class Nested(NamedTuple):
+    """An attribute that holds tensors."""
+
+    values: list[Any]
+    tree: pytree.TreeSpec
+
+    def again(self) -> Any:
+        """What it was, in new containers."""
+        return pytree.tree_unflatten([v.again() if isinstance(v, Past) else v for v in self.values], self.tree)
+
+
+@dataclass(eq=False)
+class Attributes:
+    """The attributes of some modules before a forward."""
+
+    held: list[tuple[nn.Module, Noted]] = field(default_factory=list)
+    pasts: list[Past] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, modules: list[nn.Module], is_copied: Callable[[nn.Module, str], bool]) -> "Attributes":
+        """As they are; `is_copied` says whose tensors a forward may write to."""
+        made = cls()
+        for module in modules:
+            noted = {}
+            for name, value in vars(module).items():
+                if name not in _TORCHS_OWN:
+                    plain = type(value) in _PLAIN
+                    noted[name] = value if plain else made._noted(module, name, value, is_copied)
+            made.held.append((module, noted))
+        return made
+
+    def _noted(self, module: nn.Module, name: str, value: Any, is_copied: Callable[[nn.Module, str], bool]) -> Any:
+        if isinstance(value, torch.Generator):
+            return Drawn(value.device, value.get_state())
+        if not _holds_tensors(value):
+            return value
+        flat, tree = pytree.tree_flatten(value)
+        copied = is_copied(module, name)
+        for place, one in enumerate(flat):
+            if isinstance(one, Tensor):
+                flat[place] = Past.of(module, name, one, is_copied=copied)
+                self.pasts.append(flat[place])
+        return Nested(flat, tree)
+
+    def written(self) -> set[tuple[nn.Module, str]]:
+        """Whose tensors were written to since."""
+        return {(past.owner, past.name) for past in self.pasts if past.was_written()}
+
+    def drop_copies(self, but: set[tuple[nn.Module, str]]) -> None:
+        """Only of these are copies needed."""
+        for past in self.pasts:
+            if (past.owner, past.name) not in but:
+                past.copy = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there is a copy of everything that was written to."""
+        return all(past.copy is not None or not past.was_written() for past in self.pasts)
+
+    def put_back(self) -> None:
+        """Make the modules' attributes what they were."""
+        for module, noted in self.held:
+            put_back(vars(module), noted)
+
+
+def put_back(now: Noted, before: Noted) -> None:
+    """Make attributes what they were, one by one: most did not change."""
+    for name in [name for name in now if name not in before and name not in _TORCHS_OWN]:
+        del now[name]
+    for name, value in before.items():
+        if name not in now or now[name] is not value:
+            now[name] = value.again() if isinstance(value, Drawn | Nested) else value
+
+
+def has_same_values(tensor: Tensor, copy: Tensor) -> bool:
+    """Whether both hold the same; of sparse ones the version says enough."""
+    if tensor.shape != copy.shape or tensor.dtype != copy.dtype:
+        return False
+    return pointer_of(tensor) is None or torch.equal(tensor, copy) or torch.equal(bits(tensor), bits(copy))
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return True
+    kind = type(value)
+    if kind not in _CONTAINERS and not (isinstance(value, tuple) and hasattr(value, "_fields")):
+        return False
+    if len(value) > _LONGEST:
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return any(type(one) not in _PLAIN and _holds_tensors(one) for one in inner)

@@ -1,0 +1,196 @@
+"""The first time a segment is repeated it must give the same: what depends on something hidden is noticed."""
+
+import pytest
+import torch
+from torch import nn
+
+from fleetx import memory
+from fleetx.memory import checking
+from tests.memory.comparing import assert_nothing_left, cycled
+from tests.memory.test_structures import example, in_each_state, linear
+from tests.memory.zoo import normal
+
+REPEATED = [[("inputs", "device")], [("inputs", "host")], [("dear", "device")]]
+
+
+class Depends(nn.Module):
+    """On something outside of it that each forward changes."""
+
+    outside: dict[str, float]
+
+    def __init__(self):
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, x):
+        y = (self.linear(x) * self.outside["scale"]).tanh()
+        self.outside["scale"] *= 2
+        return y
+
+
+class Appends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = linear()
+        self.history = []
+
+    def forward(self, x):
+        self.history.append(len(x))
+        return (self.linear(x) * len(self.history)).tanh()
+
+
+class Shuffles(nn.Module):
+    """The same numbers in another order."""
+
+    order = torch.tensor([0, 1, 2, 3])
+
+    def forward(self, x):
+        type(self).order = self.order.roll(1)
+        return x[:, type(self).order].sin()
+
+
+class Remembers(nn.Module):
+    """In an object, of which only the outside is noted."""
+
+    class Cache:
+        def __init__(self):
+            self.lock = iter(())
+            self.count = 0
+
+    def __init__(self):
+        super().__init__()
+        self.linear = linear()
+        self.cache = self.Cache()
+
+    def forward(self, x):
+        self.cache.count += 1
+        return (self.linear(x) * self.cache.count).tanh()
+
+
+@pytest.mark.parametrize("states", REPEATED)
+@pytest.mark.parametrize("kind", [Depends, Appends, Shuffles, Remembers])
+def test_what_depends_on_something_hidden_fails_in_the_first_backward(kind, states):
+    Depends.outside = {"scale": 1.0}
+
+    def forward(model, x):
+        return model.c(model.hidden(model.b(model.a(x).tanh())).sin())
+
+    made = example(forward, hidden=kind())
+    applied = memory.apply(made.model, cycled(["a", "hidden"], states))
+    with pytest.raises(RuntimeError, match=r"ends at 'hidden' gave something else .* Leave that module out"):
+        made.loss(made.model(*made.batch(0))).backward()
+    assert_nothing_left(applied, collect=True)
+
+
+def test_a_segment_is_checked_once():
+    checked = []
+
+    def noted(tensor):
+        checked.append(tensor)
+        return original(tensor)
+
+    def forward(model, x):
+        return model.c(model.b(model.a(x).tanh()))
+
+    original = checking.checksum
+    made = example(forward)
+    memory.apply(made.model, ["a", "b"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fleetx.memory.running.checksum", noted)
+        patch.setattr("fleetx.memory.recompute.checksum", noted)
+        counts = []
+        for number in range(4):
+            made.loss(made.model(*made.batch(number))).backward()
+            counts.append(len(checked))
+    # Two outputs, each in the forward and in the repetition; and that of `c`, which is no segment as it turns out.
+    assert counts == [5] * 4
+
+
+def test_a_segment_that_no_backward_comes_to_is_prepared_for_a_check_a_few_times():
+    checked = []
+
+    def forward(model, x):
+        return model.c(model.b(model.a(x).tanh()))
+
+    made = example(forward)
+    memory.apply(made.model, ["a", "b"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fleetx.memory.running.checksum", checked.append)
+        for number in range(10):
+            made.model(*made.batch(number))
+    assert len(checked) == 2 * 4 + 1
+
+
+class Leaky(nn.Module):
+    """What torch saves for these is in part memory that nobody wrote to."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4, bidirectional=True)
+        self.relu = nn.RReLU()
+
+    def forward(self, x):
+        torch.full((50_000,), float(torch.rand(())), dtype=torch.float32)  # leaves its numbers in free memory
+        return self.relu(self.lstm(x.unsqueeze(1))[0].squeeze(1)[:, :4]) * float("nan" if len(x) == 9 else 1)
+
+
+def test_equal_runs_pass():
+    def forward(model, x):
+        return model.c(model.leaky(model.b(model.leaky(model.a(x)))))
+
+    in_each_state(lambda: example(forward, leaky=Leaky()), ["a", "leaky", "b"])
+    in_each_state(lambda: example(forward, 9, 4, leaky=Leaky()), ["a", "leaky", "b"])
+
+
+def test_checksums_tell_tensors_apart():
+    for tensor in (
+        *(normal(0, 3, 4), normal(0, 7), normal(0, 1)[0], normal(0, 2, 3, 4).bfloat16(), normal(0, 5, 4).double()),
+        *(normal(0, 4, 4).t(), normal(0, 8, 4)[::2, 1:], torch.arange(12), torch.tensor([True, False, True])),
+        *(torch.view_as_complex(normal(0, 3, 2)), torch.view_as_complex(normal(0, 3, 2)).conj()),
+        *(torch.zeros(0, 4), torch.full((3,), float("nan"))),
+    ):
+        same = tensor.clone()
+        assert checking.is_equal(checking.checksum(tensor), checking.checksum(same)), tensor
+        if tensor.numel() == 0:
+            continue
+        other = tensor.clone(memory_format=torch.contiguous_format).resolve_conj()
+        flat = other.view(-1)
+        flat[0] = ~flat[0] if other.dtype is torch.bool else 3
+        assert not checking.is_equal(checking.checksum(tensor), checking.checksum(other)), tensor
+        if tensor.numel() > 3 and tensor.unique().numel() > 3:
+            flipped = tensor.flip(tuple(range(tensor.dim())))
+            assert not checking.is_equal(checking.checksum(tensor), checking.checksum(flipped)), tensor
+
+
+class Counter:
+    def __init__(self):
+        self.count = 0
+
+
+class Cache:
+    """Empty at first, as those of language models are."""
+
+    def __init__(self):
+        self.layers = []
+        self.seen = Counter()
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, x, cache):
+        cache.seen.count += 1
+        cache.layers.append(x)
+        return (self.linear(torch.stack(cache.layers).sum(0)) * cache.seen.count).tanh()
+
+
+def test_an_object_that_starts_empty_is_filled_by_modules():
+    def forward(model, x):
+        cache = Cache()
+        hidden = model.two(model.b(model.one(model.a(x), cache)), cache)
+        return model.c(hidden) * cache.seen.count + cache.layers[0]
+
+    for cuts in (["a", "one", "b", "two"], ["b"], ["c"]):
+        in_each_state(lambda: example(forward, one=Counts(), two=Counts()), cuts)
