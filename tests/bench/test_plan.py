@@ -57,6 +57,7 @@ def test_what_is_planned_is_run_and_saved(cases, tmp_path):
     assert [row[0] for row in bench.rows(results)] == list(results)
 
 
+@pytest.mark.full
 def test_a_run_that_is_out_of_time_is_taken_up_where_it_ended(cases, tmp_path, monkeypatch):
     ran = []
     run = Runner.run

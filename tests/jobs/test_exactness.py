@@ -26,12 +26,12 @@ def results_of(tmp_path_factory):
     return run
 
 
-@pytest.fixture(params=[1, 2, 4], ids=["alone", "fleetrun-2", "torchrun-4"])
+@pytest.fixture(params=[1, 2, pytest.param(4, marks=pytest.mark.full)], ids=["alone", "fleetrun-2", "torchrun-4"])
 def job(request, results_of):
     return results_of(request.param)
 
 
-@pytest.fixture(params=[2, 4], ids=["fleetrun-2", "torchrun-4"])
+@pytest.fixture(params=[2, pytest.param(4, marks=pytest.mark.full)], ids=["fleetrun-2", "torchrun-4"])
 def several(request, results_of):
     return results_of(request.param)
 
