@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fleetx import memory
 from fleetx.memory import offload
+from tests.leaving import leave_at_once
 from tests.memory.comparing import STATES, assert_nothing_left, cycled
 from tests.memory.zoo import normal
 
@@ -59,8 +60,7 @@ def main(folder):
         for is_sharded_first in (True, False):
             compare(states, mesh, is_sharded_first=is_sharded_first)
     (folder / str(dist.get_rank())).touch()
-    dist.barrier()
-    dist.destroy_process_group()
+    leave_at_once()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from fleetx import names
 from fleetx.optim import Lamb, Lars
+from tests.leaving import leave_at_once
 
 CASES = {
     "lars": (lambda p: Lars(p, lr=0.3, lars_coeff=0.05, exclude_from_weight_decay=["bias", "norm"]), 1),
@@ -97,7 +98,7 @@ def main():
     overflow(flat)
     if dist.get_rank() == 0:
         print(json.dumps(found))
-    dist.destroy_process_group()
+    leave_at_once()
 
 
 def resume(make, mesh):
