@@ -1,7 +1,5 @@
 """What the host decides about packed attention; the kernels' own tests are in ``packed_attention_interpreted``."""
 
-import importlib.util
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,27 +10,14 @@ from torch.nn import functional
 
 from fleetx.applications import packed_attention as ours
 from fleetx.applications.bert_unpad import pack
+from tests.interpreting import assert_passes_interpreted, needs_triton
 
 HERE = Path(__file__).parent
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@needs_triton
 def test_the_kernels_pass_their_tests_in_tritons_interpreter():
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        HERE / "packed_attention_interpreted.py",
-    ]
-    done = subprocess.run(
-        command, cwd=HERE.parent.parent, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert_passes_interpreted(HERE / "packed_attention_interpreted.py")
 
 
 def test_importing_it_imports_neither_triton_nor_the_compiler():

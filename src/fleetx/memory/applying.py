@@ -15,9 +15,10 @@ from fleetx.memory import randomness
 from fleetx.memory.buffers import Watch
 from fleetx.memory.compiling import SharedCompilations
 from fleetx.memory.dear import KINDS
+from fleetx.memory.experience import Experience
 from fleetx.memory.names import find_cuts
 from fleetx.memory.recording import Recorder
-from fleetx.memory.running import Experience, Run, active_run, end_stale, operation_name
+from fleetx.memory.running import Run, active_run, end_stale, operation_name
 from fleetx.memory.states import Home, Save, Segment
 from fleetx.units import parse_bytes
 

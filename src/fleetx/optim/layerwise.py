@@ -4,6 +4,7 @@ The formulas exist twice: as foreach operations, which run everywhere and are th
 (``fleetx.optim.fused``), which a CUDA device gets by itself.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -23,7 +24,7 @@ from fleetx.optim.sharded import gradient_of, local
 from fleetx.optim.watching import Entry, TrustRatios, Watch
 
 
-class LayerwiseOptimizer(Optimizer):
+class LayerwiseOptimizer(Optimizer, ABC):
     """An optimizer whose step length is chosen per layer, with exclusions by name or kind.
 
     **Masters.** The state of a bf16 or fp16 parameter holds an fp32 ``master``, made from the parameter at
@@ -81,37 +82,37 @@ class LayerwiseOptimizer(Optimizer):
 
     # What Lars and Lamb fill in.
 
+    @abstractmethod
     def _check_group(self, group: Group) -> None:
         """Raise if a setting of the group is wrong; derive what depends on several."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _decay_and_adapts(self, group: Group, index: int) -> tuple[float, bool]:
         """The weight decay of a parameter, and whether it has a trust ratio."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _traits(self, group: Group, index: int, state: State) -> tuple[Any, ...]:
         """What parameters must have in common to be updated together."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _measured_before(self, bucket: Bucket) -> Sequence[str]:
         """The lists of a bucket whose norms the formula needs before anything moves."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _direct(self, bucket: Bucket) -> Sequence[str]:
         """Prepare the step; gives the lists whose norms the rest of the formula needs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _move(self, bucket: Bucket) -> Tensor | None:
         """Move the weights; gives the trust ratios if the bucket has them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _hyper_key(self, group: Group) -> tuple[Any, ...]:
         """All settings of a group that its rows depend on."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _hyper_row(self, group: Group, index: int) -> tuple[float, ...]:
         """The settings of one parameter, as the kernels read them."""
-        raise NotImplementedError
 
     # The step.
 

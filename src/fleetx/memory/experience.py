@@ -1,0 +1,113 @@
+"""What outlives a forward: which segments come, what they change, and the memory on the host."""
+
+import itertools
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fleetx.memory.buffers import Watch
+from fleetx.memory.compiling import SharedCompilations
+from fleetx.memory.names import Cuts
+from fleetx.memory.offload import Offloader
+from fleetx.memory.recompute import Frame
+from fleetx.memory.states import Segment
+
+TAIL = Segment("the end", save="everything")
+
+
+@dataclass(eq=False)
+class Learned:
+    """What earlier forwards showed of a segment."""
+
+    state: Segment
+    size: int = 0  # bytes that autograd would save
+    saves: int = 0  # tensors that autograd saved
+    lost: int = 0  # how often in a row it could not be repeated
+    fills_late: bool = False  # whether something in it is saved first and filled then
+    is_proven: bool = False  # whether it gave the same when it was repeated
+    trials: int = 0  # forwards of which that was to be proven
+
+    def prove(self) -> None:
+        """It gave the same."""
+        self.is_proven = True
+
+
+@dataclass(eq=False)
+class Experience:
+    """What outlives a forward: which segments come, what they change, and the memory on the host."""
+
+    cuts: Cuts
+    watch: Watch = field(default_factory=Watch)
+    written: dict[int, set[int]] = field(default_factory=dict)  # by module: inputs that it writes to
+    segments: list[Learned] = field(default_factory=list)
+    offloader: Offloader | None = None
+    host_memory: int | None = None
+    numbers: Iterator[int] = field(default_factory=itertools.count)  # of the segments of all forwards
+    compilations: SharedCompilations | None = None
+    within: Any = field(default_factory=threading.local)  # of each thread: in how many dear modules it is
+    missed: set[str] | None = None  # outputs to which the first forward did not come
+    unseen: set[str] = field(default_factory=set)  # segments in which somebody saves what cannot be had again
+    complaints: list[str] = field(default_factory=list)  # that nobody was told of yet
+
+    def expected(self, ordinal: int) -> Segment:
+        """The segment that will probably end next."""
+        if self.segments:
+            return self.segments[ordinal].state if ordinal < len(self.segments) else TAIL
+        listed = self.cuts.in_order()
+        return listed[ordinal] if ordinal < len(listed) else TAIL
+
+    @property
+    def inside_dear(self) -> int:
+        """In how many dear modules this thread is."""
+        return getattr(self.within, "dear", 0)
+
+    @inside_dear.setter
+    def inside_dear(self, count: int) -> None:
+        self.within.dear = count
+
+    def note_unseen(self, frame: Frame) -> None:
+        """A tensor was saved by something that is not on the tape."""
+        if frame.state.save != "everything" and frame.name not in self.unseen:
+            self.unseen.add(frame.name)
+            self.complaints.append(
+                f"in the segment that ends at {frame.name}, a torch.autograd.Function is called between modules. What "
+                "it saves is kept: call it in a module of its own to have it computed again."
+            )
+
+    def grievances(self) -> list[str]:
+        """What was found in a forward that makes it keep more than was asked for; each is told once."""
+        if self.missed is None:
+            self.missed = self.cuts.expected - {learned.state.until for learned in self.segments}
+            if self.missed:
+                self.complaints.append(
+                    f"the forward did not come to {', '.join(sorted(self.missed))}, so it was not cut there, and more "
+                    "is kept than was asked for. fleetx.memory.outputs(model, batch) lists what a forward comes to."
+                )
+        told, self.complaints = self.complaints, []
+        return told
+
+    def written_by(self, module: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
+        """The inputs to which a module writes; all of them as long as nothing is known."""
+        places = self.written.get(id(module), range(len(inputs)))
+        return [tensor for place, tensor in enumerate(inputs) if place in places]
+
+    def note_written(self, module: nn.Module, places: set[int]) -> None:
+        """A module wrote to these of its inputs."""
+        self.written[id(module)] = self.written.get(id(module), set()) | places
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of a model learns anew: what is known here is about these very modules."""
+        return {"cuts": self.cuts, "host_memory": self.host_memory, "compilations": self.compilations}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)
+
+    def for_device(self, device: torch.device) -> Offloader:
+        """The offloader, made when it is first needed."""
+        if self.offloader is None or self.offloader.device != device:
+            self.offloader = Offloader(device, limit=self.host_memory)
+        return self.offloader

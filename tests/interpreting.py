@@ -1,0 +1,19 @@
+"""Starts pytest on a file whose kernels Triton's interpreter runs: that is decided once for a whole process."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.jobs.starting import ROOT
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+def assert_passes_interpreted(file):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", file]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
