@@ -2,9 +2,13 @@
 
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from fleetx.optim import TrustRatios
 
 
 class HostValue:
@@ -36,7 +40,8 @@ class Outcome:
     """What happened to one call of `Step`, `minimize` or `flush`. True if it moved the weights.
 
     `loss` and `losses` are means over the whole window and all workers once the window has closed; before that
-    they are those of the micro-batch at hand. They stay on the device: reading them is what waits.
+    they are those of the micro-batch at hand. They stay on the device: reading them is what waits. `trust_ratios` are
+    those of LARS or LAMB over the last `trust_ratios_every` windows, with the last of these; otherwise None.
     """
 
     loss: Tensor
@@ -45,6 +50,7 @@ class Outcome:
     grad_norm: Tensor | None = None
     lr: float | Tensor = 0.0
     seconds: float = 0.0
+    trust_ratios: "TrustRatios | None" = None
     _samples: HostValue | None = None
     _finite: HostValue | None = None
     _scale: Tensor | None = None

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
+from fleetx.optim import TrustRatios
 from fleetx.outcome import Outcome
 
 
@@ -61,6 +62,7 @@ class MetricsLog:
             skipped=out.skipped,
             samples=out.samples,
             samples_per_s=out.samples_per_s,
+            **({} if out.trust_ratios is None else _ratios(out.trust_ratios)),
         )
 
     def accuracy(self, epoch: int, accuracy: float, **more: float) -> None:
@@ -76,8 +78,17 @@ class MetricsLog:
         self._file.flush()
 
 
+def _ratios(ratios: TrustRatios) -> dict[str, Any]:
+    """Least, median and greatest trust ratio, of all layers and of each."""
+    return {**ratios.metrics(), "trust_ratios": {name: list(spread) for name, spread in ratios.per_layer().items()}}
+
+
 def _plain(value: Any) -> Any:
     """JSON has no NaN and no infinity."""
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_plain(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

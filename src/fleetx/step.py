@@ -140,6 +140,7 @@ class TrainingStep:
             grad_norm=norm,
             lr=lr,
             seconds=seconds,
+            trust_ratios=self.updater.take_trust_ratios(),
             _samples=samples,
             _finite=HostValue(finite),
             _scale=scale,

@@ -11,7 +11,7 @@ from fleetx.apart import compiled_apart
 from fleetx.masters import MasterWeights
 from fleetx.notices import tell_once
 from fleetx.numbers import LOW_PRECISION
-from fleetx.optim import Lamb, Lars
+from fleetx.optim import Lamb, Lars, TrustRatios
 
 
 class Updater:
@@ -22,6 +22,7 @@ class Updater:
         self.scheduler = scheduler
         self.masters = _masters_for(optimizer)
         self._compiled_step: Callable[[], Any] | None = None
+        self._ratios_taken: TrustRatios | None = None
         self._last_epoch = getattr(scheduler, "last_epoch", None)
 
     def parameters(self) -> list[Tensor]:
@@ -52,6 +53,16 @@ class Updater:
             self.masters.publish()
         if self.scheduler is not None:
             self._step_schedule(self.scheduler)
+
+    @property
+    def trust_ratios(self) -> TrustRatios | None:
+        """The trust ratios handed out last; None if the optimizer has none."""
+        return self.optimizer.trust_ratios if isinstance(self.optimizer, Lars | Lamb) else None
+
+    def take_trust_ratios(self) -> TrustRatios | None:
+        """The trust ratios, once each time that they were handed out."""
+        before, self._ratios_taken = self._ratios_taken, self.trust_ratios
+        return None if self._ratios_taken is before else self._ratios_taken
 
     def load_schedule(self, state: dict[str, Any]) -> None:
         """Continue the schedule."""

@@ -102,6 +102,13 @@ def test_a_masked_position_beyond_its_sequence_reads_nobody_elses(unpad):
         losses_and_gradients(batch, unpad=unpad)
 
 
+def test_a_masked_position_in_the_padding_is_an_error_where_no_padding_is_computed():
+    batch = batch_of([12, 7])
+    batch["masked_positions"][1, 0] = 7
+    with pytest.raises((IndexError, RuntimeError), match="out of (range|bounds)"):
+        losses_and_gradients(batch, unpad=True)
+
+
 @pytest.mark.parametrize("label", [70, 127, 4000])
 def test_a_label_that_is_no_word_is_refused(label):
     batch = batch_of([12, 7])

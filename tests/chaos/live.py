@@ -91,6 +91,17 @@ class LiveJob:
             return None
         return time.time()
 
+    def hit_nursery(self):
+        """Kill the process that becomes workers, while there are none yet; gives the moment, or None."""
+        nursery = self.nursery()
+        if nursery is None or children(nursery):
+            return None
+        try:
+            os.kill(nursery, signal.SIGKILL)
+        except ProcessLookupError:
+            return None
+        return time.time()
+
     def kill_launcher(self):
         self.launcher.kill()
         self.launcher.wait()

@@ -108,6 +108,16 @@ def test_everything_is_on_the_disk_before_the_renaming_and_old_ones_go_last(tmp_
     assert log.index(("rename", "save-000001-step-1")) > published
 
 
+def test_the_names_of_new_folders_are_brought_to_the_disk_at_every_level(tmp_path, monkeypatch):
+    parts = Parts(tmp_path / "runs" / "today" / "first")
+    with monkeypatch.context() as patch:
+        calls = Calls(patch)
+        parts.saved(1)
+    written = next(index for index, (call, _) in enumerate(calls.log) if call == "write")
+    synced = [name for call, name in calls.log[:written] if call == "fsync"]
+    assert {tmp_path.name, "runs", "today"} <= set(synced)
+
+
 def broken(failure):
     def fail(*_args, **_kwargs):
         raise OSError(failure, os.strerror(failure))

@@ -1,6 +1,9 @@
+import errno
 import logging
+import os
 import random
 import shutil
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -89,6 +92,21 @@ def test_any_other_byte_anywhere_is_caught(original, which, place, value):
     finally:
         file.write_bytes(contents)
     assert inspect(path).problem is None
+
+
+def test_a_checkpoint_whose_folder_cannot_be_listed_is_passed_over(copied, monkeypatch):
+    newest = max(copied.glob("save-*"))
+    listed = Path.iterdir
+
+    def iterdir(path):
+        if path == newest:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return listed(path)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    start = Parts(copied).checkpoints.resume()
+    assert [one.path for one in start.passed_over] == [newest]
+    assert "the folder cannot be read (Stale file handle)" in start.passed_over[0].reason
 
 
 def test_when_all_are_damaged_each_is_named_and_nothing_begins_anew(copied):

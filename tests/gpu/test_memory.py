@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from fleetx import memory
 from fleetx.memory import Segment, offload
 from tests.jobs.starting import ROOT, start
-from tests.memory.comparing import STATES, Example, assert_exact, cycled
+from tests.memory.comparing import STATES, Example, assert_exact, cycled, step
 from tests.memory.zoo import MODELS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:::torch")]
@@ -57,12 +57,28 @@ def test_every_model_equals_the_plain_run(model, state, precision):
 
 
 @pytest.mark.usefixtures("_move_small_tensors")
-@pytest.mark.parametrize(("state", "precision"), [("inputs-host", "bf16"), ("mixed", "fp32")])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("state", ["inputs", "inputs-host", "everything-host"])
 @pytest.mark.parametrize("model", ["bert", "resnet"])
 def test_compiled_segments_equal_the_compiled_plain_run(model, state, precision):
-    """Dear outputs in fp32: the compiler does not round to bf16 between operations that it computes together."""
     example = on_device(MODELS[model]())
     assert_exact(example, cycled(example.cuts["blocks"], STATES[state]), precision, compile=True)
+
+
+@pytest.mark.usefixtures("_move_small_tensors")
+@pytest.mark.parametrize("model", ["bert", "resnet"])
+def test_compiled_segments_with_dear_outputs_differ_in_the_last_bits_only(model):
+    """What is computed again is computed together with the backward, and the compiler sums in another order there."""
+    example = on_device(MODELS[model]())
+    plain = copy.deepcopy(example.model)
+    memory.apply(plain, example.cuts["blocks"], save="everything", compile=True)
+    memory.apply(example.model, cycled(example.cuts["blocks"], STATES["mixed"]), compile=True)
+    outcomes = []
+    for one in (plain, example.model):
+        torch.manual_seed(0)
+        outcomes.append(step(one, example.batch(0), example.loss, "fp32"))
+    theirs, mine = (torch.cat([g.flatten() for g in one.gradients.values()]) for one in outcomes)
+    assert (mine - theirs).norm() <= 1e-6 * theirs.norm()
 
 
 class Block(nn.Module):
@@ -142,8 +158,8 @@ def test_memory_falls_as_more_is_computed_again_and_moved():
         model = stack()
         memory.apply(model, names, **state)
         peaks.append(peak(model, batch))
-    assert peaks[0] > 3 * peaks[1]
-    assert peaks[1] - peaks[2] > 4 * batch.nbytes  # of eight inputs
+    assert peaks[0] > 2 * peaks[1]
+    assert peaks[1] - peaks[2] > 3 * batch.nbytes  # of seven inputs
 
 
 def test_pinned_memory_is_made_to_measure_and_kept():
@@ -172,22 +188,31 @@ def test_copies_with_time_to_spare_expose_no_wait():
     assert applied.statistics()["exposed_ms"] - before < 0.05 * begin.elapsed_time(end)
 
 
-def test_out_of_memory_in_the_middle_leaves_nothing_and_the_next_step_works():
+class Greedy:
+    """A hook that asks for more memory than there is when it is called for the n-th time."""
+
+    def __init__(self, calls):
+        self.calls_left = calls
+
+    def __call__(self, module, args):
+        self.calls_left -= 1
+        if self.calls_left == 0:
+            torch.empty(2**50, device="cuda")
+
+
+@pytest.mark.parametrize("run", [1, 2], ids=["forward", "backward"])
+def test_out_of_memory_in_the_middle_leaves_nothing_and_the_next_step_works(run):
     model, batch = stack(), torch.randn(8192, 512, device="cuda")
     expected = trained(copy.deepcopy(model), [batch])
     applied = memory.apply(model, [str(i) for i in range(8)], home="host")
     trained(model, [batch])
     model.zero_grad(set_to_none=True)
     gc.collect()
-    torch.cuda.empty_cache()
     held = torch.cuda.memory_allocated()
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 150 * MIB) / total)
-    try:
-        with pytest.raises(torch.OutOfMemoryError):
-            trained(model, [batch])
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+    hook = model[4].narrow.register_forward_pre_hook(Greedy(run))
+    with pytest.raises(torch.OutOfMemoryError):
+        trained(model, [batch])
+    hook.remove()
     model.zero_grad(set_to_none=True)
     gc.collect()
     assert applied.experience.offloader.arena.in_use == 0

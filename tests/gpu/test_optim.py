@@ -147,6 +147,26 @@ def test_kernels_are_chosen_by_themselves_and_can_be_switched_off(make):
 # Lists of all sorts.
 
 
+def test_parameters_on_host_and_device_together(make):
+    """What comes to the host from a busy device is read only when it is there."""
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((40, 30), (50,))]
+    alone = [nn.Parameter(value.clone()) for value in values]
+    apart = [nn.Parameter(values[0].clone()), nn.Parameter(values[1].to("cuda"))]
+    ours, theirs = (make(own, max_grad_norm=0.1) for own in (apart, alone))
+    for optimizer, device in ((ours, "cuda"), (theirs, "cpu")):
+        optimizer.param_groups[0]["lr"] = torch.tensor(0.1, dtype=torch.float64, device=device)
+    for step in range(3):
+        for number, (one, other) in enumerate(zip(alone, apart, strict=True)):
+            one.grad = torch.cos(torch.arange(one.numel(), dtype=torch.float64) + step + number).reshape(one.shape)
+            other.grad = one.grad.to(other.device)
+        torch.cuda._sleep(50_000_000)
+        ours.step()
+        theirs.step()
+    for one, other in zip(alone, apart, strict=True):
+        torch.testing.assert_close(other.cpu(), one, rtol=1e-11, atol=1e-12)
+
+
 def test_many_small_tensors(make):
     (ours, optimizer), (theirs, twin) = twins(make, [(1 + number % 7,) for number in range(3000)])
     for seed in range(2):

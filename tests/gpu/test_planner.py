@@ -12,7 +12,7 @@ from fleetx.doctor.examining import examine
 from fleetx.planner.feeding import Feeding
 from fleetx.planner.verify import verify
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:TensorFloat32")]
 MIB = 2**20
 
 

@@ -194,7 +194,7 @@ def test_channels_last_convolutions_keep_their_strides():
 
 def test_two_workers_on_one_device(tmp_path):
     """gloo carries CUDA tensors too: the reducer's streams and buckets, without a second device."""
-    start(ROOT / "tests/gpu/two_workers.py", tmp_path, workers=2)
+    start(ROOT / "tests/gpu/two_workers.py", tmp_path, workers=2, launcher="torchrun")
     ours = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
     reference, losses = plain.train(plain.Case("adam", ragged=True), workers=2)
     for state, reported in ours:

@@ -11,8 +11,6 @@ from tests.jobs import checkpoint_worker
 from tests.jobs.checkpoint_scenarios import GLOBAL_BATCH, K_STEPS
 from tests.jobs.starting import ROOT, start
 
-pytestmark = pytest.mark.full
-
 JOB = ROOT / "tests" / "jobs" / "checkpoint_worker.py"
 SCENARIOS = ROOT / "tests" / "jobs" / "checkpoint_scenarios.py"
 

@@ -1,4 +1,5 @@
 import json
+import signal
 
 import pytest
 
@@ -10,7 +11,10 @@ SCRIPT = ROOT / "tests" / "jobs" / "guards_worker.py"
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.full)])
 def found(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("guards")
-    start(SCRIPT, folder, workers=request.param)
+    done = start(SCRIPT, folder, workers=request.param, check=False)
+    # Worker 1 gets SIGTERM, and not by the launcher, to which that is a job that was not done.
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr[-3000:]
+    assert "worker 1 got SIGTERM from somebody other than fleetrun" in done.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(request.param)]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -286,3 +287,131 @@ def test_different_models_on_the_workers_are_refused(script):
     )
     assert done.returncode == 1
     assert "the workers differ in their models" in done.stderr
+
+
+JOINS = """
+import os, sys, time
+import torch
+from fleetx import fleet
+place = sys.argv[1]
+if os.environ["RANK"] == "1" and place == "imports":
+    time.sleep(600)
+fleet.init()
+if place == "prepares":
+    time.sleep(8)  # as long as it likes: nobody waits
+    sys.exit(0)
+if os.environ["RANK"] == "1" and place == "data":
+    time.sleep(600)
+fleet.distributed_model(torch.nn.Linear(2, 2))
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "workers", "stuck"),
+    [
+        ("data", 2, "worker 1"),
+        ("first step", 1, "worker 0"),
+        pytest.param("imports", 2, "worker 1", marks=pytest.mark.full),
+        pytest.param("prepares", 2, None, marks=pytest.mark.full),
+    ],
+)
+def test_a_worker_that_hangs_before_its_first_step_is_named(script, place, workers, stuck):
+    began = time.monotonic()
+    done = start(script(JOINS), place, workers=workers, check=False, options=["--start_timeout", "3"])
+    if stuck is None:
+        assert done.returncode == 0
+        return
+    assert done.returncode == 124
+    assert time.monotonic() - began < 3 + 15 + SOON
+    said = done.stderr.rstrip().splitlines()[-1]
+    assert said.startswith(f"fleetrun: {stuck} made no progress: no first step for ")
+    assert "the limit is 3 s (--start_timeout); its process is sleeping, in File " in said
+    assert "script.py" in said
+
+
+ASKED = """
+import os, sys, time
+import torch
+from fleetx import fleet
+fleet.init()
+attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+model = fleet.distributed_model(torch.nn.Linear(2, 2))
+optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+fleet.stop_requested()
+open(sys.argv[1] + rank, "w").write(str(os.getpid()))
+for number in range(6000 if attempt == "0" else 3):
+    optimizer.minimize(model(torch.ones(2)).sum())
+    time.sleep(0.01)
+    if fleet.stop_requested():
+        print("saves and leaves")
+        break
+"""
+
+
+@pytest.mark.parametrize(
+    ("restarts", "code"), [("0", 128 + signal.SIGTERM), pytest.param("1", 0, marks=pytest.mark.full)]
+)
+def test_a_job_whose_worker_somebody_else_asks_to_leave_is_not_taken_for_done(script, tmp_path, restarts, code):
+    job = Running(script(ASKED), tmp_path, "--max_restart", restarts)
+    job.wait_for_workers()
+    os.kill(int(job.files[1].read_text()), signal.SIGTERM)
+    assert job.end() == code
+    assert "fleetrun: worker 1 got SIGTERM from somebody other than fleetrun, and left as it asks (host " in job.errors
+    assert ("This is restart 1 of 1." in job.errors) == (restarts == "1")
+    assert all("saves and leaves" in (tmp_path / "log" / f"workerlog.{rank}").read_text() for rank in range(2))
+
+
+SAVES = """
+import os, sys, signal, time
+def save(*_):
+    open(sys.argv[1] + os.environ["RANK"], "a").write(" 0")
+    sys.exit()
+signal.signal(signal.SIGTERM, save)
+open(sys.argv[1] + os.environ["RANK"], "w").write(str(os.getpid()))
+while True:
+    print("goes on")
+    time.sleep(0.02)
+"""
+
+
+def test_workers_can_save_when_the_terminal_is_closed(script, tmp_path):
+    """The launcher then gets SIGHUP, and has nobody to talk to."""
+    files = [tmp_path / "pid0", tmp_path / "pid1"]
+    command = [sys.executable, "-m", "fleetx.launch", "--nproc_per_node", "2", "--log_dir", str(tmp_path / "log")]
+    launcher, terminal = pty.fork()
+    if launcher == 0:
+        os.chdir(ROOT)
+        os.execv(sys.executable, [*command, str(script(SAVES)), str(tmp_path / "pid")])
+    end = time.monotonic() + 60
+    while not all(file.exists() and file.read_text() for file in files):
+        assert time.monotonic() < end
+        os.read(terminal, 4096)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1]) == 128 + signal.SIGHUP
+    assert all(file.read_text().endswith(" 0") for file in files)
+
+
+def test_what_workers_have_started_ends_with_a_nursery_that_is_killed(script, tmp_path):
+    job = Running(script(STUBBORN), tmp_path)
+    job.wait_for_workers()
+    (nursery,) = Path(f"/proc/{job.launcher.pid}/task/{job.launcher.pid}/children").read_text().split()
+    os.kill(int(nursery), signal.SIGKILL)
+    assert job.end() == 128 + signal.SIGKILL
+    assert job.survivors() == []
+
+
+POOL = """
+import multiprocessing, os, time
+from fleetx import fleet
+fleet.stop_requested()
+with multiprocessing.get_context("fork").Pool(2) as pool:
+    pool.map(abs, [1, 2])
+    pool.apply_async(time.sleep, (600,))
+    time.sleep(0.2)
+"""
+
+
+def test_processes_that_a_script_forks_still_die_of_signals(script):
+    done = start(script(POOL), timeout=60)
+    assert done.returncode == 0  # and nobody is said to have been asked to leave

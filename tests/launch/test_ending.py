@@ -28,6 +28,11 @@ def ending(rank, code=1, time=0.0, **facts):
             137,
         ),
         (ending(1, STUCK, stuck="no step for 9 s"), "worker 1 made no progress: no step for 9 s (host here)", 124),
+        (
+            ending(1, 0, asked=15),
+            "worker 1 got SIGTERM from somebody other than fleetrun, and left as it asks (host here)",
+            143,
+        ),
         (ending(1, LOST, lost_host="it is silent"), "host here with worker 1 is lost: it is silent", 1),
     ],
 )
@@ -60,6 +65,16 @@ def test_a_lost_host_and_a_worker_that_stood_still_explain_everything_else():
 def test_errors_that_only_sound_like_lost_connections_are_causes():
     mine = ending(0, time=1.0, error_type="ValueError", error="connection closed by the script's own database")
     assert not mine.is_consequence
+    assert not ending(0, error_type="RuntimeError", error="cannot restore the weights").is_consequence
+    assert ending(0, error_type="RuntimeError", error="TCPStore: key not found").is_consequence
+
+
+def test_a_job_whose_worker_was_asked_to_leave_by_somebody_else_is_not_done():
+    left, asked = ending(0, 0, time=1.0), ending(1, 0, time=2.0, asked=15)
+    assert root_cause([left]) is None
+    assert root_cause([left, asked]) is asked
+    failed = ending(2, 3, time=3.0)
+    assert root_cause([left, asked, failed]) is failed
 
 
 def test_it_travels_as_plain_values():

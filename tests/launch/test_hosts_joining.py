@@ -1,17 +1,20 @@
-"""How machines find each other and are let in, within this process; whole jobs: tests/jobs/test_machines.py."""
+"""How machines find each other and are let in, within this process; whole jobs: tests/launch/host_scenarios.py."""
 
 import os
 import socket
+import threading
 import time
 
 import pytest
 
 from fleetx.launch import gathering as module
-from fleetx.launch.channel import Channel
+from fleetx.launch import joining, remote
+from fleetx.launch.channel import Channel, ChannelClosedError
 from fleetx.launch.crew import CrewSettings
 from fleetx.launch.gathering import Gathering, versions
-from fleetx.launch.joining import join
-from fleetx.launch.network import LOOPBACK, interface_of, is_here
+from fleetx.launch.job import Job, JobSettings
+from fleetx.launch.joining import Membership, join
+from fleetx.launch.network import LOOPBACK, interface_of, is_here, require_reachable, resolved
 from fleetx.launch.roster import Roster
 from fleetx.launch.say import LaunchError
 from fleetx.launch.secret import VARIABLE, read_secret
@@ -25,6 +28,9 @@ class Own:
 
     address = LOOPBACK
     settings = CrewSettings(["x.py"], 1, "leader")
+
+    def poll(self, _wait):
+        return []
 
     def close(self):
         pass
@@ -145,3 +151,154 @@ def test_addresses_of_this_machine():
     assert interface_of("203.0.113.1") is None
     assert is_here(LOOPBACK)
     assert not is_here("203.0.113.1")
+
+
+def test_a_name_that_only_this_machine_knows_is_refused():
+    require_reachable("10.0.0.1", "10.0.0.1")
+    require_reachable("localhost", LOOPBACK)
+    with pytest.raises(LaunchError, match=r"all machines can reach, and 'node1' is 127.0.1.1 on this one"):
+        require_reachable("node1", "127.0.1.1")
+    with pytest.raises(LaunchError, match=r"--ips: the host 'no such host' is not known"):
+        resolved("--ips", "no such host")
+
+
+def test_a_machine_that_hangs_up_while_it_is_let_in_does_no_harm(gathering, monkeypatch):
+    channel = connect(gathering)
+    send = Channel.send
+
+    def broken(self, message):
+        if "welcome" in message:
+            raise ChannelClosedError("the connection broke")
+        send(self, message)
+
+    monkeypatch.setattr(Channel, "send", broken)
+    end = time.monotonic() + 1
+    while time.monotonic() < end:
+        _try(channel)
+        assert gathering.newcomers(0.01) == []
+    assert gathering._strangers == []
+
+
+def test_one_that_is_refused_takes_nobody_with_it(gathering):
+    good = [connect(gathering, host=name) for name in "ab"]
+    bad = connect(gathering, job_id="yesterday")
+    found, refusals, end = [], 0, time.monotonic() + 10
+    while (len(found) < 2 or not refusals) and time.monotonic() < end:
+        for channel in (*good, bad):
+            _try(channel)
+        try:
+            found += gathering.newcomers(0.01)
+        except LaunchError:
+            refusals += 1
+    assert {crew.settings.host for crew in found} == {"a", "b"}
+    assert refusals == 1
+
+
+def test_one_that_does_not_fit_does_not_end_a_job_that_runs(gathering, capsys):
+    roster = Roster(Own(), gathering, least=1, most=2)
+    bad = connect(gathering, job_id="yesterday")
+    end = time.monotonic() + 10
+    while "cannot take part" not in capsys.readouterr().err:
+        assert time.monotonic() < end
+        _try(bad)
+        roster.keep_in_touch(0.01)
+
+
+def test_ctrl_c_on_a_machine_that_waits_stops_the_start(gathering):
+    channel = connect(gathering)
+    roster = Roster(Own(), gathering, least=3, most=3, wait=30)
+    stopping = Stopping()
+    helper = threading.Thread(target=roster.assemble, args=(stopping,))
+    helper.start()
+    while not any("welcome" in message for message in channel.receive(0.05)):
+        pass
+    channel.send({"stop": 2})
+    helper.join(10)
+    assert stopping.numbers == [2]
+
+
+def test_ctrl_c_on_a_machine_without_a_part_sends_it_home(gathering):
+    roster = Roster(Own(), gathering, least=1, most=1)
+    channel = connect(gathering)
+    told, end = [], time.monotonic() + 10
+    channel.send({"stop": 2})
+    while not any("end" in message for message in told):
+        assert time.monotonic() < end
+        roster.keep_in_touch(0.01)
+        told += _try(channel)
+    assert told[-1]["end"] == 130
+    assert not roster.has_newcomers()
+    assert roster.stop_signals() == []
+
+
+class NoWorkers:
+    """Stands for a crew that has nothing to do."""
+
+    ranks = ()
+    is_closed = False
+
+    def poll(self, _wait):
+        return []
+
+    def beats(self):
+        return {}
+
+    def has_failing(self):
+        return False
+
+    def close(self):
+        self.is_closed = True
+
+
+def membership():
+    ours, theirs = socket.socketpair()
+    leader = Channel(ours, SECRET, leads=True)
+    member = Membership(Channel(theirs, SECRET, leads=False), NoWorkers(), "leader:1", "job")
+    member._channel.receive(0.1)
+    leader.receive(0.1)
+    return leader, member
+
+
+def test_a_second_ctrl_c_ends_a_member_whose_leader_does_not_answer(monkeypatch):
+    monkeypatch.setattr(joining, "_PATIENCE", 0.2)
+    _leader, member = membership()
+    began = time.monotonic()
+    assert member.serve(Stopping([2, 2])) == 130
+    assert time.monotonic() - began < 5
+
+
+def test_how_the_job_ended_is_heard_though_the_leader_has_hung_up(monkeypatch):
+    leader, member = membership()
+    leader.send({"end": 7, "sentence": "worker 0 failed"})
+    leader.close()
+
+    def broken():
+        raise ChannelClosedError("the connection broke")
+
+    monkeypatch.setattr(member, "_listen", broken)  # as when a message of ours could not be sent
+    assert member.serve(Stopping()) == 7
+    assert member._crew.is_closed
+
+
+def test_a_machine_that_is_not_let_in_leaves_nothing_behind(monkeypatch):
+    def made(*_args):
+        raise AssertionError("workers were prepared for a job that did not let us in")
+
+    monkeypatch.setattr(joining, "Crew", made)
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        port = listener.getsockname()[1]
+        threading.Thread(target=lambda: listener.accept()[0].close()).start()
+        with pytest.raises(LaunchError, match="did not let this machine in|was not there"):
+            join((LOOPBACK, port), SECRET, Own.settings, rank=1, job_id=None, wait=1, stopping=Stopping())
+
+
+def test_machines_that_wait_hear_from_the_leader(gathering, monkeypatch):
+    """While the workers of a job take their time to save and leave, say."""
+    monkeypatch.setattr(remote, "WORD_EVERY", 0.0)
+    roster = Roster(Own(), gathering, least=1, most=1)
+    channel = connect(gathering)
+    told, end = [], time.monotonic() + 10
+    while not any("ping" in message for message in told):
+        assert time.monotonic() < end
+        Job(JobSettings("job"), roster, Stopping())._poll(0.0)
+        told += _try(channel)

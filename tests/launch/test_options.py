@@ -37,6 +37,7 @@ def refused(arguments, capsys):
             "none of --ips 203.0.113.1,203.0.113.2 is an address of this machine",
         ),
         (["--ips", "203.0.113.1", "--nnodes", "3", SCRIPT], "--nnodes 3 contradicts --ips, which names 1 hosts"),
+        (["--ips", "203.0.113.1", SCRIPT], "none of --ips 203.0.113.1 is an address of this machine"),
         (["--max_restart", "-1", SCRIPT], "must be a whole number of at least 0, not '-1'"),
         (["--progress_timeout", "soon", SCRIPT], "must be a number of seconds, at least 0, not 'soon'"),
         (["--job_id", "a b", SCRIPT], "must be letters, digits, dots and dashes"),
@@ -61,6 +62,20 @@ def test_several_machines():
     assert (elastic.least_hosts, elastic.most_hosts, elastic.master) == (2, 4, ("10.0.0.1", 6170))
     by_ips = parse(["--ips", "203.0.113.1,127.0.0.1", SCRIPT])
     assert (by_ips.most_hosts, by_ips.rank, by_ips.master) == (2, 1, ("203.0.113.1", 6170))
+    both = parse(["--ips", "203.0.113.1,127.0.0.1", "--nnodes", "1:2", SCRIPT])
+    assert (both.least_hosts, both.most_hosts) == (1, 2)
+    assert parse(["--ips", "127.0.0.1", SCRIPT]).alone
+
+
+def test_devices_are_those_that_the_job_was_given(monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    assert parse(["--gpus", "6", SCRIPT]).devices.environment() == {"CUDA_VISIBLE_DEVICES": "6"}
+    assert "names GPU 0, and CUDA_VISIBLE_DEVICES leaves 4,6 to this job" in refused(["--gpus", "0", SCRIPT], capsys)
+    assert parse([SCRIPT]).workers == 2
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert parse(["--gpus", "0,1", SCRIPT]).workers == 2
+    assert "names GPU 2, and this machine has 2" in refused(["--gpus", "2", SCRIPT], capsys)
 
 
 def test_the_block_has_the_guides_rows():
@@ -87,5 +102,6 @@ def test_help_reads_well(capsys):
         assert flag in text
     assert "--max_restart" in text
     assert "--job_id" in text
+    assert "--start_timeout" in text
     assert "heter" not in text
     assert "fleetrun --nproc_per_node 2 train.py --lr 0.1" in text

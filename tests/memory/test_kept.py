@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fleetx import memory
+from fleetx.planner.meter import CountingMeter
 from tests.memory.comparing import Census, cycled
 from tests.memory.test_structures import example
 
@@ -135,6 +136,19 @@ def test_writing_in_place_costs_one_copy_per_segment():
 
     assert kept(stack(Block), CUTS) < len(CUTS) + 3
     assert kept(stack(Block), [f"{cut}.inner.1" for cut in CUTS]) < 2 * len(CUTS) + 8
+
+
+def test_the_first_forward_takes_no_more_than_the_others():
+    model, peaks = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))), []
+    memory.apply(model, [str(number) for number in range(LAYERS)])
+    batch = torch.randn(512, WIDTH)
+    for _ in range(3):
+        with CountingMeter() as meter:
+            loss = model(batch).sum()
+            peaks.append(meter.take_peak())
+        loss.backward()
+    assert peaks[0] < peaks[1] + batch.nbytes / 2
+    assert peaks[1] == peaks[2]
 
 
 def test_a_tensor_that_all_segments_read_is_kept_once():

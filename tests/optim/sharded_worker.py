@@ -22,6 +22,7 @@ CASES = {
     "lamb": (lambda p: Lamb(p, lr=0.02, exclude_from_weight_decay=["bias", "norm"]), 1),
     "lamb, everybody": (lambda p: Lamb(p, lr=0.02, form="paper"), 1),
     "lamb, clipped": (lambda p: Lamb(p, lr=0.02, form="nvlamb", max_grad_norm=0.01, skip_nonfinite=True), 2),
+    "lamb, checked": (lambda p: Lamb(p, lr=0.02, skip_nonfinite=True), 2),
 }
 
 
@@ -88,6 +89,7 @@ def main():
         assert counts[1] == {1}
         assert distance(plain, parts) < 1e-12
 
+    beside_whole_parameters(flat)
     for name in ("lars", "lamb"):  # masters
         _, _, optimizers, _ = run(CASES[name][0], flat, torch.bfloat16)
         masters = [[s["master"] for s in o.state.values()] for o in optimizers]
@@ -99,6 +101,18 @@ def main():
     if dist.get_rank() == 0:
         print(json.dumps(found))
     leave_at_once()
+
+
+def beside_whole_parameters(mesh):
+    """Some parameters are cut, and others are whole on each rank."""
+    for name in ("lars, clipped", "lamb, clipped"):
+        make, expected = CASES[name]
+        plain, mixed = network(torch.float64), network(torch.float64)
+        fully_shard(mixed[0], mesh=mesh)
+        for net, allowed in ((plain, 0), (mixed, expected)):
+            names.record(net)
+            assert train(net, make(net.parameters()), range(3), torch.float64) == {allowed}
+        assert distance(plain, mixed) < 1e-12, name
 
 
 def resume(make, mesh):
@@ -120,16 +134,21 @@ def resume(make, mesh):
 
 
 def overflow(mesh):
-    """An inf that one rank alone holds leaves the step out on all of them."""
-    parts = shard(network(torch.float64), mesh)
-    optimizer = Lars(parts.parameters(), lr=0.1, skip_nonfinite=True)
-    parts(torch.ones(2, 5).double()).sum().backward()
-    before = [whole(parameter).clone() for parameter in parts.parameters()]
-    gradient = next(parts.parameters()).grad.to_local()
-    if dist.get_rank() == 1:
-        gradient.view(-1)[0] = float("inf")
-    optimizer.step()
-    assert all(torch.equal(a, whole(b)) for a, b in zip(before, parts.parameters(), strict=True))
+    """An inf that one rank alone holds leaves the step out on all of them, and their state as it was."""
+    for kind in (Lars, Lamb):
+        parts = shard(network(torch.float64), mesh)
+        optimizer = kind(parts.parameters(), lr=0.1, skip_nonfinite=True)
+        train(parts, optimizer, range(1), torch.float64)
+        before = [whole(tensor).clone() for tensor in everything(parts, optimizer)]
+        gradient = next(parts.parameters()).grad.to_local()
+        if dist.get_rank() == 1:
+            gradient.view(-1)[0] = float("inf")
+        optimizer.step()
+        assert all(torch.equal(a, whole(b)) for a, b in zip(before, everything(parts, optimizer), strict=True))
+
+
+def everything(net, optimizer):
+    return [*net.parameters(), *(value for state in optimizer.state.values() for value in state.values())]
 
 
 if __name__ == "__main__":

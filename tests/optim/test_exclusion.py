@@ -1,3 +1,4 @@
+import logging
 import re
 from fnmatch import fnmatchcase
 
@@ -5,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fleetx import notices
 from fleetx.names import KINDS, ParameterInfo
 from fleetx.optim import exclusion
 from fleetx.optim.exclusion import ExclusionRow
@@ -92,6 +94,32 @@ def test_a_pattern_that_takes_nothing_shows_the_nearest_names_and_the_kinds(wron
     assert re.search(rf"nearest names are: [^:]*{re.escape(nearest)}", message)
     assert "instance_norm" in message
     assert message.endswith("Correct the pattern or remove it.")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind"), [("batchnorm", "batch_norm"), ("LayerNorm", "layer_norm"), ("BatchNorm2d", "batch_norm")]
+)
+def test_a_pattern_that_is_nearly_a_kind_shows_the_kind(wrong, kind):
+    with pytest.raises(
+        ValueError, match=rf"{wrong}' matches no .*Did you mean the kind '{kind}'\? Correct the pattern"
+    ):
+        exclude([wrong], RESNET)
+
+
+def test_a_kind_of_norm_that_takes_nothing_is_told_of_where_other_norms_are_left(caplog, monkeypatch):
+    monkeypatch.setattr(notices, "_told", set())
+    caplog.set_level(logging.WARNING, "fleetx")
+    exclude(["layer_norm", "batch_norm", "bias"], RESNET)  # one list for many models
+    exclude(["layer_norm"], [known("fc.weight")])
+    exclude(["norm"], [known("fc.weight")])
+    assert caplog.messages == []
+    for _ in range(2):
+        exclude(["layer_norm", "bias"], RESNET)
+    (message,) = caplog.messages
+    assert message == (
+        "exclude_from_weight_decay: 'layer_norm' takes nothing here, while the norm bn1.weight is batch_norm, and is "
+        "not excluded: 'norm' takes norms of every kind."
+    )
 
 
 def test_the_nearest_name_comes_first():

@@ -141,6 +141,18 @@ def test_a_lamb_without_counts_is_refused():
         Lamb([nn.Parameter(theirs.weights[0])]).load_state_dict(saved)
 
 
+@pytest.mark.parametrize("missing", ["exp_avg", "exp_avg_sq"])
+def test_a_lamb_of_one_moment_is_refused(missing):
+    theirs = foreigners.TimmLamb([(3,)], [{"params": [0]}])
+    theirs.step([torch.ones(3, dtype=torch.float64)])
+    saved = theirs.saved()
+    del saved["state"][0][missing]
+    with pytest.raises(
+        ValueError, match=rf"has no '{missing}', and Lamb continues from 'exp_avg', .*load a whole state"
+    ):
+        Lamb([nn.Parameter(theirs.weights[0])], form="timm").load_state_dict(saved)
+
+
 def test_what_was_loaded_is_not_written_to():
     theirs = foreigners.TimmLars([(3,)], [{"params": [0]}])
     theirs.step([torch.ones(3, dtype=torch.float64)])

@@ -21,6 +21,9 @@ def test_every_form_is_its_formula_in_every_precision_and_with_every_skip(scenar
     [
         (lambda p: Lars(p, lr=0.1, form="nvlamb"), "form of LARS must be one of 'fleet', .* got 'nvlamb'"),
         (lambda p: Lamb(p, form="tim"), "got 'tim': did you mean 'timm'"),
+        (lambda p: Lamb(p, form="NVLAMB"), "got 'NVLAMB': did you mean 'nvlamb'"),
+        (lambda p: Lamb(p, form="apex"), "got 'apex': apex's is 'timm', and with use_nvlamb 'nvlamb'"),
+        (lambda p: Lars(p, lr=0.1, form="apex"), "got 'apex': apex's is 'mlperf'"),
         (lambda p: Lamb(p, form=None), "got None: 'fleet' is the default"),
         (lambda p: Lamb(p, max_grad_norm=0), r"max_grad_norm must be a number above 0, got 0: 1\.0 is usual"),
         (lambda p: Lars(p, lr=0.1, max_grad_norm="form"), "max_grad_norm must be a number above 0, got 'form'"),

@@ -219,6 +219,10 @@ def test_adamw_of_no_or_equal_decay_is_replaced():
         ({"eps": 0}, "eps must be a number above 0, got 0"),
         ({"lamb_weight_decay": "no"}, "lamb_weight_decay must be a number at least 0, got 'no': 0.01 is usual"),
         ({"always_adapt": None}, "always_adapt must be True or False, got None"),
+        (
+            {"always_adapt": True, "exclude_from_adaptation": ["bias"]},
+            r"always_adapt=True gives everybody a .* exclude_from_adaptation=\['bias'\] takes .*leave one of them out",
+        ),
     ],
 )
 def test_wrong_arguments(arguments, message):

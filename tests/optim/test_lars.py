@@ -259,6 +259,7 @@ def test_a_second_groups_fault_is_named_and_nothing_is_changed():
         ({"lr": "0.1"}, r"lr must be a number at least 0, got '0\.1'"),
         ({"lr": float("nan")}, "lr must be a number at least 0, got nan"),
         ({"lr": torch.ones(2)}, r"lr must be one number, got a tensor of shape \(2,\): give torch\.tensor"),
+        ({"lr": torch.tensor(-0.5)}, r"lr must be a number at least 0, got -0\.5: give a number"),
         ({"momentum": 1.0}, r"momentum must be a number at least 0 and below 1, got 1\.0: 0\.9 is usual"),
         ({"lars_coeff": 0}, r"lars_coeff must be a number above 0, got 0: 0\.001 is usual"),
         ({"lars_weight_decay": -1}, "lars_weight_decay must be a number at least 0, got -1"),

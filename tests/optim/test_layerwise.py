@@ -93,6 +93,33 @@ def test_empty_parameters(make):
     assert torch.isfinite(other).all()
 
 
+@pytest.mark.parametrize("reason", ["found_inf", "skip_nonfinite"])
+def test_a_step_left_out_where_the_first_group_is_empty(make, reason):
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = make([{"params": []}, {"params": [weight]}], skip_nonfinite=reason == "skip_nonfinite")
+    weight.grad = torch.full((3,), float("inf"))
+    if reason == "found_inf":
+        optimizer.found_inf = torch.tensor(1.0)
+    optimizer.step()
+    assert torch.equal(weight, torch.ones(3))
+
+
+def test_a_long_parameter_has_the_ratio_of_its_exact_norms(make):
+    """On the host torch adds up squares in fp32 one after the other, and is 0.1 % off for a table of words."""
+    weight = nn.Parameter(torch.randn(8_000_000, generator=torch.Generator().manual_seed(0)))
+    optimizer = make([weight])
+    optimizer.observe_trust_ratios(every=1)
+    weight.grad = torch.randn(8_000_000, generator=torch.Generator().manual_seed(1)).exp()
+    twin = nn.Parameter(weight.detach().double())
+    twin.grad = weight.grad.double()
+    reference = make([twin])
+    reference.observe_trust_ratios(every=1)
+    for one in (optimizer, reference):
+        one.step()
+    ours, theirs = (one.trust_ratios.by_number()[0][0] for one in (optimizer, reference))
+    assert ours == pytest.approx(theirs, rel=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory_formats_change_nothing(make, dtype):
     plain = nn.Parameter(torch.linspace(-1, 1, 48).reshape(2, 3, 2, 4).to(dtype))
@@ -182,6 +209,11 @@ def test_a_group_added_later(make):
 def test_a_pattern_that_matches_nothing_is_refused(make):
     with pytest.raises(ValueError, match=r"exclude_from_weight_decay: '3\.wieght' matches no .*are: 3\.weight"):
         make(network().parameters(), exclude_from_weight_decay=["3.wieght"])
+
+
+def test_no_list_is_refused_where_one_is_needed(make):
+    with pytest.raises(TypeError, match=r"exclude_from_weight_decay must be a list of patterns, got None: write it as"):
+        make(network().parameters(), exclude_from_weight_decay=None)
 
 
 def test_a_kind_needs_the_module(make):

@@ -93,8 +93,50 @@ def test_saved_and_resumed_is_bit_equal_and_copies_step_on():
 def test_other_exclusions_are_refused():
     saved = make(network()).state_dict()
     other = Muon(network().parameters(), exclude_from_weight_decay=["bias", "norm"])
-    with pytest.raises(ValueError, match=r"exclude_from_muon .* treat '4\.weight' of group 0 differently: build the"):
+    with pytest.raises(
+        ValueError, match=r"exclude_from_muon .* treat 1 parameters of group 0 differently, '4\.weight' first"
+    ):
         other.load_state_dict(saved)
+
+
+def test_a_state_of_another_optimizer_is_refused():
+    """Its matrices would begin anew without a word."""
+    model = network()
+    adamw = torch.optim.AdamW(model.parameters())
+    train(model, [adamw], range(1))
+    with pytest.raises(ValueError, match=r"has no 'decays', so no Muon saved it: load a state that a Muon saved\. The"):
+        make(model).load_state_dict(adamw.state_dict())
+
+
+def test_the_table_accounts_for_all_that_adamw_moves():
+    optimizer = make(network())
+    table = [
+        "Muon",
+        "without weight decay: 4 of 7 parameters",
+        "  pattern       parameters  such as",
+        "  bias                   3  1.bias, 2.bias, 4.bias",
+        "  norm                   2  2.weight, 2.bias",
+        "moved by AdamW: 6 of 7 parameters",
+        "  pattern       parameters  such as",
+        "  embedding              1  0.weight",
+        "  4.weight               1  4.weight",
+        "  not matrices           4  1.bias, 2.weight, 2.bias, …",
+    ]
+    assert optimizer.exclusion_table().splitlines() == table
+    optimizer.add_param_group(
+        {"params": [nn.Parameter(torch.ones(2))], "exclude_from_weight_decay": [], "exclude_from_muon": []}
+    )
+    assert "not matrices           5" in optimizer.exclusion_table()
+
+
+def test_empty_matrices():
+    weights = [("a", nn.Parameter(torch.ones(0, 3))), ("b", nn.Parameter(torch.ones(3, 0)))]
+    other = nn.Parameter(torch.eye(3))
+    optimizer = Muon([*weights, ("c", other)], exclude_from_muon=[])
+    for _, weight in [*weights, ("c", other)]:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert not torch.equal(other, torch.eye(3))
 
 
 def test_it_trains_under_a_strategy_with_masters_and_merging():
@@ -119,11 +161,25 @@ def test_it_trains_under_a_strategy_with_masters_and_merging():
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda m: Muon(nn.Linear(2, 2).parameters()), r"exclude_from_muon=\['embedding'\] speaks of names"),
+        (
+            lambda m: Muon(nn.Linear(2, 2).parameters()),
+            r"which matrices are embeddings: call .*record.* \[\] if there are",
+        ),
+        (lambda m: Muon(nn.Linear(2, 2).named_parameters()), "which matrices are embeddings: call"),
+        (
+            lambda m: Muon(nn.Linear(2, 2).parameters(), exclude_from_muon=["embedding"]),
+            r"exclude_from_muon=\['embedding'\] speaks of names",
+        ),
         (lambda m: Muon(m.parameters(), exclude_from_muon=["haed"]), "exclude_from_muon: 'haed' matches no parameter"),
+        (lambda m: Muon(m.parameters(), exclude_from_muon=None), "exclude_from_muon must be a list .*, got None"),
+        (lambda m: Muon(m.parameters(), betas=(0.9,)), r"betas must be two numbers, got \(0\.9,\): \(0\.9, 0\.999\)"),
         (lambda m: Muon(m.parameters(), lr=-1), "lr must be a number at least 0, got -1"),
         (lambda m: Muon(m.parameters(), momentum=1.0), r"momentum must be .*below 1, got 1\.0: 0\.95 is usual"),
-        (lambda m: Muon(m.parameters(), ns_steps=0), "ns_steps must be a whole number of at least 1, got 0"),
+        (
+            lambda m: Muon(m.parameters(), ns_steps=0),
+            "ns_steps must be a whole number of at least 1 and below 100, got 0",
+        ),
+        (lambda m: Muon(m.parameters(), ns_steps=200), "ns_steps must be .* below 100, got 200: 5 is usual"),
         (lambda m: Muon(m.parameters(), adjust_lr_fn="x"), "adjust_lr_fn must be 'original' or .* got 'x'"),
         (lambda m: Muon(m.parameters(), lr=0.0, adamw_lr=0.1), r"adamw_lr=0\.1 follows .*lr is 0: give the peak"),
         (lambda m: make(m).exclusion_rows("decay"), "Muon has no 'decay': ask for one of exclude_from_weight_decay"),

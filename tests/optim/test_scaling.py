@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from fleetx.optim import Lamb, Lars
+from fleetx.optim import Lamb, Lars, Muon
 
-MAKERS = [lambda p: Lars(p, lr=0.1), lambda p: Lamb(p, lr=0.1)]
+MAKERS = [lambda p: Lars(p, lr=0.1), lambda p: Lamb(p, lr=0.1), lambda p: Muon(p, lr=0.1, exclude_from_muon=[])]
 
 
 @pytest.mark.parametrize("make", MAKERS)
@@ -14,11 +14,16 @@ def test_a_scaled_loss_and_a_step_of_ones_own_is_refused(make):
     weight = nn.Parameter(torch.ones(3))
     optimizer, scaler = make([weight]), torch.amp.GradScaler("cpu", init_scale=256.0)
     scaler.scale(weight.square().sum()).backward()
-    with pytest.raises(RuntimeError, match=r"must be unscaled .* a GradScaler with scale 256 .*call scaler\.step\(opt"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"must be unscaled .* a GradScaler with scale 256 .*before it and scaler\.update\(\) after it",
+    ):
         optimizer.step()
     assert torch.equal(weight, torch.ones(3))
-    scaler.unscale_(optimizer)
-    optimizer.step()  # as the message says
+    for _ in range(2):  # as the message says
+        scaler.unscale_(optimizer)
+        optimizer.step()
+        scaler.update()
     assert not torch.equal(weight, torch.ones(3))
 
 

@@ -131,6 +131,12 @@ def test_a_tensor_lr_is_filled_in_place():
     assert optimizer.param_groups[0]["lr"] is lr
 
 
+def test_a_schedule_may_end_a_rounding_below_zero():
+    optimizer = optimizer_of(0.5)
+    schedules.as_scheduler(optimizer, lambda step: -1e-17)
+    assert optimizer.param_groups[0]["lr"] == -1e-17
+
+
 def test_a_scheduler_resumes():
     schedule = schedules.cosine_annealing(0.7, 9)
     through = run(optimizer := optimizer_of(0.5), schedules.as_scheduler(optimizer, schedule), 8)
@@ -165,6 +171,12 @@ def test_a_scheduler_resumes():
         (lambda: schedules.piecewise_constant([0], [1, 2]), "each of boundaries must be a whole number of at least 1"),
         (lambda: schedules.as_scheduler(optimizer_of(0.0), schedules.constant(1)), "first group's lr must be above 0"),
         (lambda: schedules.as_scheduler(optimizer_of(0.1), 0.1), r"must be a function .*got 0.1: use constant\(0.1\)"),
+        (
+            lambda: schedules.as_scheduler(optimizer_of(0.1), lambda step: -1.0),
+            r"at least 0, got -1\.0 at update 0: cor",
+        ),
+        (lambda: schedules.as_scheduler(optimizer_of(0.1), lambda step: None), "at least 0, got None at update 0"),
+        (lambda: schedules.as_scheduler(optimizer_of(0.1), lambda step: math.nan), "at least 0, got nan at update 0"),
     ],
 )
 def test_wrong_arguments(make, message):

@@ -6,6 +6,8 @@ import pickle
 import pytest
 import torch
 
+from fleetx.optim import Lamb, Lars, Muon
+
 from .training import assert_bit_equal, network, through_a_file, train, values
 
 
@@ -89,6 +91,130 @@ def test_state_of_another_optimizer_is_refused(make):
     saved = torch.optim.SGD(model.parameters(), lr=0.1).state_dict()
     with pytest.raises(ValueError, match=r"has no 'decays', so no La.* saved it: load a state that a La"):
         make(model.parameters()).load_state_dict(saved)
+
+
+OURS = {
+    "Lars": lambda p, **more: Lars(p, lr=0.3, **more),
+    "Lamb": lambda p, **more: Lamb(p, lr=0.02, **more),
+    "Muon": lambda p, **more: Muon(p, lr=0.02, **more),
+}
+
+
+@pytest.mark.parametrize("saver", OURS)
+@pytest.mark.parametrize("loader", OURS)
+def test_state_of_another_of_ours_is_refused(saver, loader):
+    """The rate would be the other's, and all buffers would begin anew without a word."""
+    model = network()
+    optimizer = OURS[saver](model.parameters())
+    train(model, optimizer, range(1))
+    other = OURS[loader](model.parameters())
+    if saver == loader:
+        other.load_state_dict(optimizer.state_dict())
+        return
+    lr = other.param_groups[0]["lr"]
+    with pytest.raises(ValueError, match=f"so no {loader} saved it, but a {saver}: load a state that a {loader} saved"):
+        other.load_state_dict(optimizer.state_dict())
+    assert other.param_groups[0]["lr"] == lr
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_state_that_no_step_could_continue_from_is_refused(kind):
+    model = network()
+    optimizer = OURS[kind](model.parameters())
+    train(model, optimizer, range(2))
+    buffers = {
+        key: [name for name in state if name != "step"] for key, state in optimizer.state_dict()["state"].items()
+    }
+    for wrong, message in (
+        (
+            lambda state, name: state.update(other=state.pop(name)),
+            r"state of '0\.weight' has no '{name}', and {kind} continues from .*entry",
+        ),
+        (
+            lambda state, name: state.update({name: torch.zeros(7)}),
+            r"'{name}' in the saved state of '0\.weight' must be .* \(6, 4\), got one of shape \(7,\): load",
+        ),
+        (
+            lambda state, name: state.update({name: None}),
+            "'{name}' in the saved state .* must be a tensor .*, got None",
+        ),
+    ):
+        saved = copy.deepcopy(optimizer.state_dict())
+        name = buffers[0][-1]
+        wrong(saved["state"][0], name)
+        with pytest.raises(ValueError, match=message.replace("{name}", name).replace("{kind}", kind)):
+            optimizer.load_state_dict(saved)
+    del saved["state"][0]
+    optimizer.load_state_dict(saved)  # as the message says
+    train(model, optimizer, range(1))
+
+
+def test_a_count_of_steps_must_be_one_number():
+    model = network()
+    optimizer = OURS["Lamb"](model.parameters())
+    train(model, optimizer, range(1))
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["step"] = 1
+    with pytest.raises(
+        ValueError, match=r"'step' in the saved state of '0\.weight' must be a tensor of one number, got 1"
+    ):
+        optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("kind", OURS)
+@pytest.mark.parametrize(
+    ("lr", "message"), [(-1.0, r"got -1\.0"), ("x", "got 'x'"), (torch.tensor(-0.5), r"got -0\.5")], ids=str
+)
+def test_a_rate_below_zero_is_not_loaded(kind, lr, message):
+    optimizer = OURS[kind](network().parameters())
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["lr"] = lr
+    with pytest.raises((ValueError, TypeError), match=f"lr must be a number at least 0, {message}"):
+        optimizer.load_state_dict(saved)
+
+
+def test_settings_of_muon_are_checked_too():
+    optimizer = OURS["Muon"](network().parameters())
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["betas"] = (0.9, 1.5)
+    with pytest.raises(ValueError, match=r"betas\[1\] must be a number at least 0 and below 1, got 1\.5"):
+        optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("kind", ["Lars", "Lamb"])
+def test_another_form_is_refused(kind):
+    model = network()
+    saved = OURS[kind](model.parameters()).state_dict()
+    other = OURS[kind](model.parameters(), form="timm")
+    with pytest.raises(
+        ValueError, match=f"trained with form 'fleet', and this {kind} has form 'timm': build the {kind}"
+    ):
+        other.load_state_dict(saved)
+    assert other.param_groups[0]["form"] == "timm"
+    saved["param_groups"][0]["form"] = "timm"
+    other.load_state_dict(saved)  # as the message says
+
+
+def test_settings_that_could_not_be_given_cannot_be_loaded(make):
+    """Clipping to 0 would silently stop the training."""
+    model = network()
+    optimizer = make([{"params": [parameter]} for parameter in model.parameters()])
+    for wrong, message in (
+        ({"max_grad_norm": 0.0}, r"max_grad_norm must be a number above 0, got 0\.0: 1\.0 is usual, None is no limit"),
+        ({"form": "flete"}, "did you mean 'fleet'"),
+    ):
+        saved = optimizer.state_dict()
+        for group in saved["param_groups"]:
+            group.update(wrong)
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_state_dict(saved)
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["lr"] = -1e-19  # where cosines end
+    optimizer.load_state_dict(saved)
+    saved["param_groups"][1]["max_grad_norm"] = 2.0
+    with pytest.raises(ValueError, match=r"max_grad_norm is said once for all groups, got None and 2\.0"):
+        optimizer.load_state_dict(saved)
+    assert [group["max_grad_norm"] for group in optimizer.param_groups] == [None] * 6
 
 
 def test_masters_of_a_full_precision_model_are_refused(make):

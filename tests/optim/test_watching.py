@@ -10,6 +10,7 @@ from torch import nn
 import fleetx as X
 from fleetx import fleet, notices
 from fleetx.optim import Lamb, Lars
+from fleetx.runs import MetricsLog, read_metrics
 
 from .training import network, train
 
@@ -91,6 +92,30 @@ def test_it_can_be_stopped_and_wrong_numbers_are_refused():
         optimizer.observe_trust_ratios(0)
 
 
+def test_what_was_collected_before_it_was_stopped_is_dropped():
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = Lars([weight], lr=0.1)
+    optimizer.observe_trust_ratios(every=3)
+    stepped(optimizer, [weight], 2)
+    optimizer.observe_trust_ratios(None)
+    stepped(optimizer, [weight], 5)
+    optimizer.observe_trust_ratios(every=2)
+    stepped(optimizer, [weight], 1)
+    assert optimizer.trust_ratios is None
+    stepped(optimizer, [weight], 1)
+    assert optimizer.trust_ratios.steps == 2
+
+
+def test_steps_of_excluded_layers_alone_are_counted_too():
+    weights = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))]
+    optimizer = Lars(zip("ab", weights, strict=True), lr=0.1, exclude_from_weight_decay=["b"])
+    optimizer.observe_trust_ratios(every=2)
+    stepped(optimizer, weights, 1)
+    weights[0].grad = None
+    optimizer.step()
+    assert [len(ratios) for ratios in optimizer.trust_ratios.by_number().values()] == [1]
+
+
 def test_observing_changes_nothing():
     outcomes = []
     for every in (None, 2):
@@ -110,11 +135,29 @@ def test_a_strategy_asks_for_them_every_so_many_windows():
     model = nn.Linear(4, 2)
     step = X.Step(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), nn.functional.mse_loss, strategy)
     batch = torch.randn(8, 4), torch.randn(8, 2)
-    step(batch)
+    outcomes = [step(batch)]
     assert step.optimizer.trust_ratios is None
-    step(batch)
-    assert step.optimizer.trust_ratios.steps == 2
+    outcomes += [step(batch) for _ in range(4)]
+    assert [out.trust_ratios is not None for out in outcomes] == [False, True, False, True, False]
+    assert outcomes[3].trust_ratios is step.optimizer.trust_ratios
+    assert outcomes[3].trust_ratios.steps == 2
     assert {"weight", "bias"} == set(step.optimizer.trust_ratios.per_layer())
+
+
+def test_a_log_of_metrics_has_them_per_layer_and_of_all(tmp_path):
+    strategy = fleet.DistributedStrategy(lamb=True, lamb_configs={"trust_ratios_every": 2})
+    model = nn.Linear(4, 2)
+    step = X.Step(model, torch.optim.Adam(model.parameters(), lr=0.1), nn.functional.mse_loss, strategy)
+    batch = torch.randn(8, 4), torch.randn(8, 2)
+    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+        for _ in range(3):
+            log.window(0, step(batch))
+    first, second, third = read_metrics(tmp_path / "metrics.jsonl")
+    assert not any("trust" in name for name in {**first, **third})
+    assert second["trust_ratios"].keys() == {"weight", "bias"}
+    assert all(low <= middle <= high for low, middle, high in second["trust_ratios"].values())
+    assert second["trust_ratio_min"] == min(low for low, _, _ in second["trust_ratios"].values())
+    assert second["trust_ratio_min"] <= second["trust_ratio_median"] <= second["trust_ratio_max"]
 
 
 # Layers without length.
@@ -159,9 +202,50 @@ def test_nothing_is_told_where_nothing_stands_out(told):
     stepped(Lars(named, lr=2.0, zero_norm_lr=0.002), weights, 3)
     weights, named = with_a_zero_layer()
     stepped(Lars(named, lr=2.0, exclude_from_adaptation=["new"]), weights, 3)
-    weights, named = with_a_zero_layer()
-    stepped(Lars([named[1]], lr=2.0), weights[1:2], 3)
     assert told.messages == []
+
+
+def test_a_head_of_zeros_is_told_of_when_the_layers_below_have_ratios(told):
+    """At the first step nothing below it has a gradient, so that there is no median yet."""
+    body, head = nn.Linear(4, 6, bias=False), nn.Linear(6, 3, bias=False)
+    nn.init.zeros_(head.weight)
+    model = nn.Sequential(body, nn.Tanh(), head)
+    optimizer = Lars(model.named_parameters(), lr=10.0)
+    x, y = torch.linspace(-1, 1, 32).reshape(8, 4), torch.arange(8) % 3
+    for step in range(3):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        assert len(told.messages) == (step > 0)
+    assert told.messages[0].startswith("2 layers (0.weight first, 2.weight last) have weights or gradients of length")
+
+
+def test_where_no_layer_ever_has_a_ratio_the_watch_ends(told):
+    weight = nn.Parameter(torch.zeros(3))
+    optimizer = Lars([("w", weight)], lr=1.0)
+    for _ in range(20):
+        weight.grad = torch.zeros(3)
+        optimizer.step()
+    assert not optimizer._watch.wants
+    assert told.messages == []
+
+
+def test_a_second_optimizer_is_told_of_too(told):
+    for _ in range(2):
+        weights, named = with_a_zero_layer()
+        stepped(Lars(named, lr=2.0), weights, 2)
+    assert len(told.messages) == 2
+
+
+def test_a_rate_of_the_excluded_where_nobody_is_excluded_is_told_of(told):
+    _, named = with_a_zero_layer()
+    Lars(named, lr=2.0, excluded_lr=0.1, exclude_from_weight_decay=["new"])
+    Lamb(named, excluded_lr=0.1, lamb_weight_decay=0.0)  # without decay nobody has a ratio
+    assert told.messages == []
+    Lars(named, lr=2.0, excluded_lr=0.1)
+    (message,) = told.messages
+    assert message.startswith("excluded_lr=0.1 is the learning rate of parameters without trust ratio, and here all")
+    assert "give exclude_from_adaptation or exclude_from_weight_decay, or leave it out" in message
 
 
 def test_a_first_step_that_was_left_out_tells_nothing_and_the_next_does(told):

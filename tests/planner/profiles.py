@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 from fleetx.planner.chain import State
-from fleetx.planner.costs import Line, OptionCost, Profile, SegmentCost
+from fleetx.planner.costs import EXACTLY, Line, OptionCost, Profile, SegmentCost
 
 MIB = 2**20
 
 
-def transformer(layers=24, *, bandwidth=50e9, overhead=2e-4, scale=1, reserve=1.0, **others):
+def transformer(layers=24, *, bandwidth=50e9, overhead=2e-4, scale=1, reserve=EXACTLY, **others):
     """Layers with three states each; `scale` divides all bytes."""
 
     def size(mib):

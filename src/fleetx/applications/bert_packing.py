@@ -17,7 +17,7 @@ class Packing(NamedTuple):
     """Where the real tokens of a padded batch are, and where they went."""
 
     rows: Tensor  # (tokens,): the place of each token in the flattened padded batch
-    places: Tensor  # (n * length,): the place of each padded position's token among the packed ones
+    places: Tensor  # (n * length,): where each position's token went among the packed ones; of padding, beyond them
     starts: Tensor  # (n + 1,): where each sequence begins, and where the last one ends
     shape: tuple[int, int]  # of the padded batch
 

@@ -22,7 +22,8 @@ def pack(attention_mask: Tensor, device: torch.device) -> Packing:
             "some: pad on the right, or build the model with unpad=False."
         )
     rows = real.flatten().nonzero()[:, 0]
-    places = real.flatten().cumsum(0) - 1
+    # Whoever asks for a token of the padding asks beyond the last one, which is an error.
+    places = torch.where(real.flatten(), real.flatten().cumsum(0) - 1, len(rows))
     starts = functional.pad(real.sum(1).cumsum(0), (1, 0)).int()
     rows, places, starts = (_moved(tensor, device) for tensor in (rows, places, starts))
     # Compile for any number of tokens: each batch has another one.

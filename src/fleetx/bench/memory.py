@@ -54,8 +54,8 @@ def layers(count: int, *states: tuple[int, dict[str, Any]]) -> tuple[Segment, ..
     return tuple(Segment(f"bert.encoder.layer.{index}", **way) for index, way in zip(range(count), ways, strict=True))
 
 
-def measure(case: Case, row: Row, device: str, *, rounds: int = 5, warmup: int = 2) -> dict[str, Any]:
-    """Samples per second and peak memory of a row; or why it could not run."""
+def measure(case: Case, row: Row, device: str, *, rounds: int | None = None, warmup: int = 2) -> dict[str, Any]:
+    """Samples per second and peak memory of a row; or why it could not run. Rounds: about four seconds of them."""
     free()
     if device == "cuda" and row.cap is not None:
         total = torch.cuda.get_device_properties(0).total_memory
@@ -63,24 +63,26 @@ def measure(case: Case, row: Row, device: str, *, rounds: int = 5, warmup: int =
     try:
         return _measure(case, row, device, rounds, warmup)
     except (torch.OutOfMemoryError, MemoryError) as error:
-        return {"failed": str(error).splitlines()[0]}
+        return {"failed": " ".join([str(error).split(".")[0] + ".", *getattr(error, "__notes__", [])])}
     finally:
         if device == "cuda":
             torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def _measure(case: Case, row: Row, device: str, rounds: int, warmup: int) -> dict[str, Any]:
+def _measure(case: Case, row: Row, device: str, rounds: int | None, warmup: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model = placed(make(case), case, device)
     optimizer = optimizer_for(case, model.parameters())
     batch = synthetic_batch(case, device, row.batch)
     applied = _prepare(model, row)
     step = _stepper(model, optimizer, batch, row, device)
-    began = time.perf_counter()
+    began = last = time.perf_counter()
     with _budget(row):  # compiled when it first runs
         for _ in range(warmup):
+            last = time.perf_counter()
             step()
     ready = time.perf_counter() - began
+    rounds = rounds or min(20, max(5, round(4 / (time.perf_counter() - last))))
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     before = applied.statistics() if applied else {}
@@ -194,12 +196,18 @@ def bert_rows(count: int = 24, scale: float = 1.0) -> list[Row]:
             count, *((1, way | SLOWLY if n % 7 == 0 and n // 7 < away else way) for n, way in enumerate(ways))
         )
 
-    def halves(mids_kept: int) -> tuple[Segment, ...]:
-        """Cut within layers too; all inputs on the host but those of the last layers' second halves."""
+    def halves(every: int) -> tuple[Segment, ...]:
+        """Cut within layers too; all inputs on the host but those of every n-th second half.
+
+        Evenly, since the link has a little more to do than there is time for.
+        """
         segments = []
         for number, layer in enumerate(f"bert.encoder.layer.{number}" for number in range(count)):
-            second = "device" if number >= count - mids_kept else "host"
-            segments += [Segment(f"{layer}.attention", home="host"), Segment(layer, home=second)]
+            stays = number % every == every - 1
+            segments += [
+                Segment(f"{layer}.attention", home="host", lag=3),
+                Segment(layer) if stays else Segment(layer, home="host", lag=3),
+            ]
         return tuple(segments)
 
     all_kept, all_again, all_away = (layers(count, (count, way)) for way in (KEPT, AGAIN, AGAIN | ON_HOST))
@@ -210,7 +218,7 @@ def bert_rows(count: int = 24, scale: float = 1.0) -> list[Row]:
         Row("plain, compiled as a whole", size(130)),
         Row("dear saved, many or few", size(130), "ours", mixed(share(9)), cap=32.0),
         Row("dear saved, many or few, partly on the host", size(130), "ours", mixed(share(7), away=2), cap=32.0),
-        Row("recompute of half layers, offload", size(1200), "ours", halves(share(4)), cap=32.0),
+        Row("recompute of half layers, offload", size(1200), "ours", halves(3), cap=32.0),
         Row("torch checkpoint", size(192), "torch checkpoint", all_kept),
         Row("recompute", size(192), "ours", all_again),
         Row("recompute, offload", size(192), "ours", all_away),
@@ -235,13 +243,9 @@ def resnet_rows(scale: float = 1.0) -> list[Row]:
 
     blocks = _resnet_blocks()
     again = tuple(Segment(name) for name in blocks)
-    # Blocks are short and inputs of the first ones large: their copies may take half of the forward. That of layer1.1
-    # is asked for only when it is needed: beside the backward of layer1.2 there is no room for it.
-    moved: dict[str, dict[str, Any]] = {
-        "layer1.1": {"lag": 8, "lead": 0},
-        "layer2.1": {"lag": 8},
-        "layer2.2": {"lag": 8},
-    }
+    # Blocks are short and inputs of the first ones large. That of layer1.1 must have left before layer2.0, whose
+    # forward takes most, and comes back when it is needed: beside the backward of layer1.2 there is no room for it.
+    moved: dict[str, dict[str, Any]] = {"layer1.1": {"lead": 0}, "layer2.1": {"lag": 6, "lead": 3}}
     away = tuple(
         Segment(name, home="host", **moved[name]) if name in moved else Segment(name)
         for name in (":max_pool2d", *blocks)

@@ -26,10 +26,15 @@ from fleetx.optim.plan import Tuning
 
 Run = Callable[[], object]
 
-WHAT = (
-    "One optimizer step in fp32 on the parameters of BERT-large and of ResNet-50, biases and norms excluded from decay "
-    "and adaptation"
-)
+
+def _what(models: str) -> str:
+    return (
+        f"One optimizer step in fp32 on the parameters of {models}, biases and norms excluded from decay and adaptation"
+    )
+
+
+WHAT = _what("BERT-large and of ResNet-50")
+TINY_WHAT = _what("a tiny BERT and a tiny ResNet")
 FUSED, FOREACH = "FleetX {}, fused", "FleetX {}, foreach"
 # Reads and writes of a whole set of parameters: the least that a step can do.
 PASSES = {"LARS": 7, "LAMB": 10}
@@ -72,7 +77,7 @@ TINY_CASES = [
 ]
 
 
-def measure(case: Case, device: str, *, rounds: int = 9, steps: int = 20) -> dict[str, Any]:
+def measure(case: Case, device: str, *, rounds: int = 9, steps: int = 10) -> dict[str, Any]:
     """Seconds per step of all rivals, in turns, once for LARS and once for LAMB."""
     return {family: _measure(case, family, device, rounds, steps) for family in PASSES}
 
@@ -120,8 +125,8 @@ def free() -> None:
         torch.cuda.empty_cache()
 
 
-def draw(cases: dict[str, Any], folder: Path) -> Path:
-    """`optim.png`: a bar for each rival, one row of panels for each model."""
+def draw(cases: dict[str, Any], folder: Path, name: str = "optim") -> Path:
+    """`name.png`: a bar for each rival, one row of panels for each model."""
     figure = Figure(figsize=(11, 2.6 * len(cases)), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(cases), len(PASSES), squeeze=False)
@@ -135,7 +140,7 @@ def draw(cases: dict[str, Any], folder: Path) -> Path:
             axes.margins(x=0.15)
             axes.set(title=f"{family}, {case}", xlabel="ms per step")
             axes.spines[["top", "right"]].set_visible(False)
-    path = folder / "optim.png"
+    path = folder / f"{name}.png"
     figure.savefig(path, dpi=130)
     return path
 

@@ -60,6 +60,15 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder and all above it that are missing, and bring their names to the disk."""
+    missing = [one for one in (folder, *folder.parents) if not one.is_dir()]
+    if missing:
+        folder.mkdir(parents=True)
+    for one in missing:
+        sync_folder(one.parent)
+
+
 def require_digest(path: Path, expected: Digest) -> None:
     """Read a file and raise `Damaged` unless it holds exactly what was written."""
     buffer = memoryview(bytearray(min(expected.size, CHUNK)))

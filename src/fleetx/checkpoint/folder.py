@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from fleetx.checkpoint import locking
 from fleetx.checkpoint import manifest as manifests
-from fleetx.checkpoint.durable import require_digest, sync_folder, write_file
+from fleetx.checkpoint.durable import make_folder, require_digest, sync_folder, write_file
 from fleetx.checkpoint.errors import CheckpointError, Damaged
 from fleetx.checkpoint.manifest import Manifest
 
@@ -54,9 +54,7 @@ class CheckpointFolder:
 
     def open_draft(self, step: int) -> str:
         """A new, empty draft; gives its name."""
-        if not self.path.is_dir():
-            self.path.mkdir(parents=True)
-            sync_folder(self.path.parent)
+        make_folder(self.path)
         self._hold = locking.hold(self.path)
         self._require_ours()
         self._sweep()

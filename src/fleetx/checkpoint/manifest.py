@@ -110,7 +110,11 @@ def require_listed(folder: Path, manifest: Manifest, any_name: bool = False) -> 
         raise Damaged(f"its manifest is that of {manifest.name}: it was renamed or copied, or is not all there")
     for name, facts in manifest.files.items():
         require_size(folder / name, facts.size)
-    strangers = {entry.name for entry in folder.iterdir() if not entry.name.startswith(".")} - {FILE, *manifest.files}
+    try:
+        entries = [entry.name for entry in folder.iterdir()]
+    except OSError as error:
+        raise Damaged(f"the folder cannot be read ({error.strerror or error})") from error
+    strangers = {name for name in entries if not name.startswith(".")} - {FILE, *manifest.files}
     if strangers:
         raise Damaged(f"{', '.join(sorted(strangers)[:3])} is not in its manifest: somebody else wrote there")
 

@@ -1,5 +1,7 @@
 """How far each worker has come: a page of memory that workers write into and their launcher reads.
 
+Beside the count of its steps each worker notes there whether its first step is due, and which signal it got.
+
 A beat costs well under a microsecond, needs no thread, and reaches the launcher even if it comes from a process that is
 killed right after it.
 """
@@ -8,13 +10,23 @@ import mmap
 import os
 import struct
 from pathlib import Path
+from typing import NamedTuple
 
 FILE = "FLEETX_BEATS"
-_SLOT = struct.Struct("=Q")
+_COUNT, _DUE, _SIGNAL = struct.Struct("=Q"), struct.Struct("=B"), struct.Struct("=B")
+_SLOT = struct.Struct("=QBB6x")
+
+
+class Beat(NamedTuple):
+    """What a worker has noted: its steps so far, whether the first is due, and the signal that asked it to leave."""
+
+    count: int = 0
+    due: bool = False
+    signal: int = 0
 
 
 class BeatReader:
-    """The launcher's side: one count for each of `workers`."""
+    """The launcher's side: one place for each of `workers`."""
 
     def __init__(self, path: Path, workers: int) -> None:
         self.path = path
@@ -22,9 +34,10 @@ class BeatReader:
         with path.open("r+b") as file:
             self._page = mmap.mmap(file.fileno(), 0)
 
-    def count(self, slot: int) -> int:
-        """How often this worker has reported progress."""
-        return _SLOT.unpack_from(self._page, slot * _SLOT.size)[0]
+    def read(self, slot: int) -> Beat:
+        """What this worker has noted."""
+        count, due, number = _SLOT.unpack_from(self._page, slot * _SLOT.size)
+        return Beat(count, bool(due), number)
 
     def reset(self) -> None:
         """A new attempt counts anew."""
@@ -52,11 +65,21 @@ class _Beats:
     def beat(self) -> None:
         if self._page is not None:
             self._count += 1
-            _SLOT.pack_into(self._page, self._place, self._count)
+            _COUNT.pack_into(self._page, self._place, self._count)
+
+    def expect(self, due: bool) -> None:
+        if self._page is not None:
+            _DUE.pack_into(self._page, self._place + _COUNT.size, due)
+
+    def note_signal(self, number: int) -> None:
+        if self._page is not None:
+            _SIGNAL.pack_into(self._page, self._place + _COUNT.size + _DUE.size, number)
 
 
 _beats = _Beats()
 beat = _beats.beat
+expect = _beats.expect
+note_signal = _beats.note_signal
 
 
 def open_from_environment() -> None:

@@ -4,13 +4,15 @@ Each worker says in the message that closes a window whether it has got the sign
 same window, and no further message is needed.
 """
 
+import os
 import signal
 import threading
 from types import FrameType
+from typing import NoReturn
 
 from torch import Tensor
 
-from fleetx.comm import world
+from fleetx.comm import beats, world
 from fleetx.outcome import HostValue
 
 
@@ -20,6 +22,7 @@ class _State:
     wanted = False
     asked = False
     listening = False
+    process = 0
     # What all workers said when the latest window closed, and when the one before it did.
     latest: HostValue | bool = False
     previous: HostValue | bool = False
@@ -33,7 +36,7 @@ def listen() -> None:
     _state.asked = True
     if _state.listening or threading.current_thread() is not threading.main_thread():
         return
-    _state.listening = True
+    _state.listening, _state.process = True, os.getpid()
     for number in (signal.SIGTERM, signal.SIGINT):
         # What the script has set up by itself stays.
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
@@ -72,8 +75,20 @@ def _true(value: HostValue | bool) -> bool:
 def _on_signal(number: int, _frame: FrameType | None) -> None:
     """The same signal may come twice, from a batch system and from the launcher; who has no patience sends SIGKILL.
 
-    At a terminal, without a launcher, a second Ctrl-C is meant as it always is.
+    At a terminal, without a launcher, a second Ctrl-C is meant as it always is. And so is any signal to a process that
+    the script has forked: a pool that is taken down waits for its processes to die of it.
     """
+    if os.getpid() != _state.process:
+        _take_as_usual(number)
     if _state.wanted and number == signal.SIGINT and world.launched_size() == 1:
         raise KeyboardInterrupt
     _state.wanted = True
+    beats.note_signal(number)
+
+
+def _take_as_usual(number: int) -> NoReturn:
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    raise AssertionError("the signal has ended this process by now")

@@ -58,7 +58,7 @@ def two_workers() -> Check:
 
 def _job(seconds: int = 120) -> str:
     script = Path(__file__).with_name("worker.py")
-    command = [sys.executable, "-m", "fleetx.launch", "--nproc_per_node", "2", str(script)]
+    command = [sys.executable, "-m", "fleetx.launch", "--devices", "cpu,cpu", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     if done.returncode or "sum 3" not in done.stdout:
         raise RuntimeError(f"exit code {done.returncode}: {(done.stderr or done.stdout).strip()[-400:]}")

@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fleetx.planner.meter import CountingMeter
 
@@ -54,14 +54,6 @@ class Consumption:
             torch.cuda.synchronize(self.device)
             return Taken(torch.cuda.max_memory_reserved(self.device), time.perf_counter() - self._began)
         return None if self._meter is None else Taken(self._resident + self._meter.take_peak(), None)
-
-
-def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Weights, buffers, and what an optimizer keeps."""
-    states = [value for state in optimizer.state.values() if isinstance(state, dict) for value in state.values()]
-    kept = [value for value in states if isinstance(value, Tensor)]
-    moved = [parameter for group in optimizer.param_groups for parameter in group["params"]]  # masters, maybe
-    return [*model.parameters(), *model.buffers(), *moved, *kept]
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -7,7 +7,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from fleetx.comm import world
+from fleetx.comm import beats, world
 from fleetx.fleet.slurm import slurm_environment
 
 _started_here = False
@@ -36,7 +36,9 @@ def init(is_collective: bool = True, *, backend: str | None = None, adopt: bool 
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    beats.expect(True)  # one that does not come keeps all others waiting here
     dist.init_process_group(backend)
+    beats.expect(False)
     _started_here = True
     atexit.register(shutdown)
 

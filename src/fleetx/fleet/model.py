@@ -9,7 +9,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fleetx import names
 from fleetx.amp import apply_precision, low_dtype
-from fleetx.comm import world
+from fleetx.comm import beats, world
 from fleetx.comm.broadcast import broadcast_module
 from fleetx.fleet.activations import prepare_activations
 from fleetx.notices import tell_once
@@ -39,6 +39,7 @@ def distributed_model(model: nn.Module, strategy: DistributedStrategy | None = N
         )
     strategy = runnable(strategy)
     require_joined()
+    beats.expect(True)  # who has a model is going to train
     names.record(model)
     broadcast_module(model)
     if strategy.amp:

@@ -223,7 +223,7 @@ class DistributedOptimizer(Optimizer):
     @property
     def trust_ratios(self) -> TrustRatios | None:
         """The trust ratios of LARS or LAMB handed out last, every ``trust_ratios_every`` windows; else None."""
-        return self.inner.trust_ratios if isinstance(self.inner, Lars | Lamb) else None
+        return self.engine.updater.trust_ratios
 
     # Saving ----------------------------------------------------------------------------------------------
 
@@ -255,7 +255,7 @@ class DistributedOptimizer(Optimizer):
         if "fleetx" not in state_dict:
             raise ValueError(
                 "this state dict has no 'fleetx' entry: it was saved by a plain optimizer. "
-                "Load it into that optimizer before you give it to fleet.distributed_optimizer."
+                "Load it into that optimizer before you give it to fleet.distributed_optimizer, or into its `inner`."
             )
         ours = state_dict["fleetx"]
         engine = self.engine

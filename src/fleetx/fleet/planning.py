@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from fleetx.comm import sharing, world
-from fleetx.fleet.consumption import Consumption, tensors_of
+from fleetx.fleet.consumption import Consumption
 from fleetx.memory import Applied, applied_to
 from fleetx.notices import tell_once
+from fleetx.planner.allocator import with_others
 from fleetx.planner.blocks import find_blocks
 from fleetx.planner.budget import budget_on, free_on
 from fleetx.planner.costs import NOTHING, Profile
@@ -24,6 +25,7 @@ from fleetx.planner.feeding import Feeding
 from fleetx.planner.plan import Plan
 from fleetx.planner.profile import measure
 from fleetx.planner.search import DoesNotFit, plan_for
+from fleetx.planner.updating import tensors_of
 from fleetx.planner.verify import MOST_PLANS, allowed, until_verified
 from fleetx.slicing import Batch, map_tensors
 from fleetx.strategy import DistributedStrategy
@@ -112,8 +114,9 @@ class Planning:
         self._put_on(verified.plan)
 
     def _with_everything(self, profile: Profile, batch: Batch, device: torch.device) -> Profile:
-        """The profile with what only this job has: masters, compressed gradients, a batch that is there whole."""
-        engine, fixed = self.optimizer.engine, dict(profile.fixed)
+        """The profile with what only this job has: masters, compressed gradients, a whole batch, tensors of others."""
+        engine = self.optimizer.engine
+        fixed = with_others(profile.fixed, self.model, self.optimizer, batch, device)
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         if engine.updater.masters is not None:
             fixed["master weights"] = sum(4 * p.numel() for p in parameters if p.element_size() < 4)

@@ -17,11 +17,13 @@ from typing import Any
 
 from fleetx import boxes
 from fleetx.comm import beats
+from fleetx.comm.beats import Beat
 from fleetx.launch import hatch, worker
 from fleetx.launch.ending import Ending
 from fleetx.launch.logs import Relay, WorkerLog
 from fleetx.launch.nursery import MOST_BYTES, Orders
 from fleetx.launch.oom import OutOfMemory
+from fleetx.launch.say import show
 from fleetx.launch.stacks import Stack, is_stopped, read_stack
 
 CONSOLE_NAME = "[worker 0] "
@@ -92,7 +94,7 @@ class Crew:
         self._attempt = attempt
         self._beats.reset()
         if attempt.number == 0:
-            print(boxes.envs_box(worker.fleet_environment(self._environment(attempt, 0))), flush=True)
+            show(f"{boxes.envs_box(worker.fleet_environment(self._environment(attempt, 0)))}\n", sys.stdout)
         for local in range(self.settings.workers):
             self._start_worker(attempt, local)
 
@@ -109,14 +111,16 @@ class Crew:
         """End the workers and all they have started, at once."""
         self._end_with(signal.SIGKILL, group=True)
 
-    def counts(self) -> dict[int, int]:
+    def beats(self) -> dict[int, Beat]:
         """How far each living worker has come."""
-        first = self._attempt.first_rank if self._attempt else 0
-        return {rank: self._beats.count(rank - first) for rank in self._living}
+        return {rank: self._beat_of(rank) for rank in self._living}
 
     def has_failing(self) -> bool:
         """Whether a living worker has said what its error is, and is about to end."""
         return any(self._report_file(rank).exists() for rank in self._living)
+
+    def ask_for_stacks(self) -> None:
+        """Nothing to do: those of this host come at once."""
 
     def stacks(self, wait: float = 2.0) -> dict[int, Stack]:
         """Where each living worker is just now."""
@@ -285,7 +289,12 @@ class Crew:
             error=word.get("message", ""),
             out_of_memory=code == -signal.SIGKILL and not living.told_to_end and living.memory.has_struck(),
             by_us=living.told_to_end and code != 0 and not word,
+            asked=self._beat_of(rank).signal if code == 0 and not living.told_to_end else 0,
         )
+
+    def _beat_of(self, rank: int) -> Beat:
+        assert self._attempt is not None
+        return self._beats.read(rank - self._attempt.first_rank)
 
     def _lost_nursery(self) -> list[Ending]:
         """The process that starts workers is gone, and the kernel has ended the workers with it."""
@@ -295,6 +304,10 @@ class Crew:
         if self._socket is not None:
             self._socket.close()
         self._socket = None
+        for pid in [living.pid for living in self._living.values() if living.pid is not None]:
+            # What workers have started does not die with them, and nobody else is left to end it.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
         now = time.monotonic()
         return [self._ended(rank, code if code else -signal.SIGKILL, now) for rank in self.ranks]
 

@@ -1,6 +1,7 @@
 """`--devices`: which devices the workers of a job get."""
 
 import argparse
+import os
 from dataclasses import dataclass
 
 import torch
@@ -35,14 +36,24 @@ def parse_devices(text: str) -> Devices:
     names = tuple(name.strip() for name in text.split(","))
     if all(name == "cpu" for name in names):
         return Devices(names)
-    found = torch.cuda.device_count()
+    allowed, found = _allowed(), torch.cuda.device_count()
     for name in names:
-        if not name.isdecimal():
+        if not name.isdecimal() and name not in allowed:
             raise argparse.ArgumentTypeError(f"must be GPU numbers such as 0,1, or cpu,cpu; not {text!r}")
-        if int(name) >= found:
+        if allowed and name not in allowed:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} names GPU {name}, and CUDA_VISIBLE_DEVICES leaves {','.join(allowed)} to this job. Name "
+                "some of these, or leave --devices out to take all of them"
+            )
+        if not allowed and int(name) >= found:
             raise argparse.ArgumentTypeError(
                 f"{text!r} names GPU {name}, and this machine has {found}. Use --devices cpu,cpu to run on the host"
             )
     if len(set(names)) < len(names):
         raise argparse.ArgumentTypeError(f"{text!r} names a GPU twice: each worker needs its own")
     return Devices(names)
+
+
+def _allowed() -> list[str]:
+    """What a batch system or the user leaves to this job, by the machine's own numbers; empty if that is everything."""
+    return [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]

@@ -11,7 +11,8 @@ LOST, STUCK = 1, 124
 # What a worker says that lost another one: true, but not the cause.
 _CONSEQUENCE = re.compile(
     r"connection (closed|reset|refused)|broken pipe|connection was (closed|likely)|remote process exited"
-    r"|socket (timeout|error)|timed out|timeout|one of them is gone|failed to (recv|connect|send)|recvvalue|store",
+    r"|socket (timeout|error)|timed out|timeout|one of them is gone|failed to (recv|connect|send)|recvvalue"
+    r"|\b(tcp|prefix|file)?store\b",
     re.IGNORECASE,
 )
 _COMMUNICATION = {"RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "CheckpointError"}
@@ -19,7 +20,10 @@ _COMMUNICATION = {"RuntimeError", "DistBackendError", "DistNetworkError", "DistS
 
 @dataclass(frozen=True)
 class Ending:
-    """One worker's end. `code` is as Python gives it: negative for a signal. `by_us` ones were told to end."""
+    """One worker's end. `code` is as Python gives it: negative for a signal. `by_us` ones were told to end.
+
+    `asked` is the signal that a worker got from somebody else, and left for by itself.
+    """
 
     rank: int
     host: str
@@ -31,6 +35,7 @@ class Ending:
     error: str = ""
     out_of_memory: bool = False
     by_us: bool = False
+    asked: int = 0
     stuck: str = ""
     lost_host: str = ""
 
@@ -46,6 +51,8 @@ class Ending:
     @property
     def exit_code(self) -> int:
         """What a shell would call it."""
+        if self.asked:
+            return 128 + self.asked
         return 128 - self.code if self.code < 0 else self.code
 
     @property
@@ -58,6 +65,9 @@ class Ending:
         who = f"worker {self.rank}"
         if self.lost_host:
             return f"host {self.host} with {who} is lost: {self.lost_host}"
+        if self.asked:
+            name = signal_name(self.asked)
+            return f"{who} got {name} from somebody other than fleetrun, and left as it asks (host {self.host})"
         if self.stuck:
             return f"{who} made no progress: {self.stuck} (host {self.host})"
         if self.out_of_memory:
@@ -69,10 +79,13 @@ class Ending:
 
 
 def root_cause(endings: Sequence[Ending]) -> Ending | None:
-    """The ending that explains the others: the first that failed by itself, not for want of another worker."""
+    """The ending that explains the others: the first that failed by itself, not for want of another worker.
+
+    Where nobody failed it is the first that was asked to leave by somebody else: the job is not done.
+    """
     failed = [ending for ending in endings if ending.failed and not ending.by_us]
     if not failed:
-        return None
+        return min((ending for ending in endings if ending.asked), key=lambda e: (e.time, e.rank), default=None)
     return min(failed, key=lambda e: (not (e.stuck or e.lost_host), e.is_consequence, e.time, e.rank))
 
 

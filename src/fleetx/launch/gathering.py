@@ -35,6 +35,7 @@ class Gathering:
         except OSError as error:
             raise _cannot_listen(address, port, error) from error
         self._strangers: list[tuple[Channel, float]] = []
+        self._joined: list[RemoteCrew] = []
 
     def newcomers(self, wait: float) -> list[RemoteCrew]:
         """Machines that have joined since the last call."""
@@ -44,22 +45,23 @@ class Gathering:
             connection, _ = self._listener.accept()
             with contextlib.suppress(ChannelClosedError):
                 self._strangers.append((Channel(connection, self._secret, leads=True), time.monotonic()))
-        joined = []
         for entry in list(self._strangers):
             channel, since = entry
             try:
                 messages = channel.receive(0)
-                if not messages and time.monotonic() - since > _HANDSHAKE:
+                if messages:
+                    self._strangers.remove(entry)
+                    self._let_in(channel, messages[0]["join"])
+                elif time.monotonic() - since > _HANDSHAKE:
                     raise StrangerError(f"{channel.peer} connected and said nothing")
             except ChannelClosedError as error:
                 if isinstance(error, StrangerError):
                     say(f"a connection was refused: {error}.")
                 channel.close()
-                self._strangers.remove(entry)
-                continue
-            if messages:
-                self._strangers.remove(entry)
-                joined += self._let_in(channel, messages[0]["join"])
+                if entry in self._strangers:
+                    self._strangers.remove(entry)
+        # Kept until here: one that is refused, by an exception, must not take others with it.
+        joined, self._joined = self._joined, []
         return joined
 
     def close(self) -> None:
@@ -68,7 +70,7 @@ class Gathering:
         for channel, _ in self._strangers:
             channel.close()
 
-    def _let_in(self, channel: Channel, joined: dict[str, Any]) -> list[RemoteCrew]:
+    def _let_in(self, channel: Channel, joined: dict[str, Any]) -> None:
         wrong = _difference(joined)
         if joined["job_id"] not in (None, self._job_id):
             wrong = f"its --job_id is {joined['job_id']}, and this job is {self._job_id}"
@@ -79,7 +81,7 @@ class Gathering:
             raise LaunchError(f"host {joined['host']} ({joined['address']}) cannot take part: {wrong}.")
         channel.send({"welcome": self._job_id})
         say(f"host {joined['host']} ({joined['address']}) has joined with {joined['workers']} workers.")
-        return [RemoteCrew(channel, joined)]
+        self._joined.append(RemoteCrew(channel, joined))
 
 
 def _difference(joined: dict[str, Any]) -> str:

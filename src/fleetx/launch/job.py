@@ -10,7 +10,7 @@ from fleetx.launch.crew import Attempt
 from fleetx.launch.ending import Ending, root_cause, signal_name
 from fleetx.launch.progress import Progress, culprits, stuck_ending
 from fleetx.launch.roster import Roster
-from fleetx.launch.say import LaunchError, say
+from fleetx.launch.say import LaunchError, say, show
 from fleetx.launch.stopping import Stopping
 from fleetx.launch.store import AttemptStore
 
@@ -32,6 +32,7 @@ class JobSettings:
     job_id: str
     most_restarts: int = 0
     progress_limit: float = 600.0
+    start_limit: float = 1800.0
     stop_limit: float = 30.0
 
 
@@ -85,7 +86,7 @@ class Job:
         store = AttemptStore(self.roster.crews[0].address)
         self._start(number, store)
         endings: list[Ending] = []
-        progress = Progress(self.settings.progress_limit)
+        progress = Progress(self.settings.progress_limit, self.settings.start_limit)
         while self._ranks():
             endings += self._poll(_TICK)
             self.stopping.numbers += self.roster.stop_signals()
@@ -130,6 +131,8 @@ class Job:
         return [rank for crew in self.roster.crews for rank in crew.ranks]
 
     def _poll(self, wait: float) -> list[Ending]:
+        """Who has ended. Machines that wait to be taken in hear from us meanwhile."""
+        self.roster.keep_in_touch()
         crews = self.roster.crews
         return [ending for crew in crews for ending in crew.poll(wait / len(crews))]
 
@@ -183,7 +186,7 @@ class Job:
 
     def _stopped(self, cause: Ending | None) -> tuple[int, str]:
         number = self.stopping.numbers[0]
-        if cause is not None and not cause.is_consequence:
+        if cause is not None and not cause.is_consequence and not cause.asked:
             explain(cause, [cause])
         say(f"stopped by {signal_name(number)}.")
         return 128 + number, f"stopped by {signal_name(number)}"
@@ -191,17 +194,19 @@ class Job:
     def _ended_for_standing_still(self, progress: Progress) -> list[Ending]:
         """Name the worker that makes no progress, with its stack; it ends with the attempt."""
         now = time.monotonic()
-        counts = {rank: count for crew in self.roster.crews for rank, count in crew.counts().items()}
-        progress.note(counts, now)
-        stalled = progress.stalled(counts, now)
+        beats = {rank: beat for crew in self.roster.crews for rank, beat in crew.beats().items()}
+        progress.note(beats, now)
+        stalled = progress.stalled(beats, now)
         if not stalled or self._failing_since is not None:
             return []
+        for crew in self.roster.crews:
+            crew.ask_for_stacks()
         stacks = {rank: stack for crew in self.roster.crews for rank, stack in crew.stacks().items()}
         hosts = {rank: crew.settings.host for crew in self.roster.crews for rank in crew.ranks}
         longest = max(stalled.values())
         return [
-            stuck_ending(rank, hosts[rank], stalled.get(rank, longest), progress.limit, stacks[rank], now)
-            for rank in culprits(counts, stacks)
+            stuck_ending(rank, hosts[rank], stalled.get(rank, longest), stacks[rank], now)
+            for rank in culprits(beats, stacks)
             if rank in hosts
         ]
 
@@ -212,11 +217,11 @@ def _only_consequences(endings: Sequence[Ending]) -> bool:
 
 def explain(cause: Ending, endings: Sequence[Ending], restart: str | None = None) -> None:
     """What went wrong, the cause last: the end of the worker's log, then one line that says it all."""
-    sys.stdout.flush()
-    if cause.lines and (cause.rank != 0 or cause.stuck):
+    show("", sys.stdout)
+    if cause.lines and not cause.asked and (cause.rank != 0 or cause.stuck):
         if not cause.stuck:
             say(f"the end of {cause.log}:")
-        print("\n".join(f"    {line}" for line in cause.lines), file=sys.stderr)
+        show("".join(f"    {line}\n" for line in cause.lines), sys.stderr)
     others = sorted({e.rank for e in endings if e.failed and e.is_consequence and e.rank != cause.rank})
     gone = sorted(e.rank for e in endings if not e.failed and e.time < cause.time)
     if cause.is_consequence and gone:

@@ -1,5 +1,6 @@
 """A launcher that does not lead: it joins the one that does, and does with its own workers as it is told."""
 
+import contextlib
 import socket
 import time
 from dataclasses import replace
@@ -16,6 +17,8 @@ from fleetx.launch.stopping import Stopping
 
 _TICK = 0.05
 _TRY_EVERY = 0.5
+# How long the leading machine may take to end the job after a second Ctrl-C here.
+_PATIENCE = 5.0
 
 
 def join(
@@ -35,12 +38,12 @@ def join(
     while time.monotonic() < end and not stopping.numbers:
         try:
             connection = socket.create_connection(master, timeout=5.0)
-        except OSError as error:
-            why = error.strerror or str(error)
+            address = connection.getsockname()[0]
+            channel = Channel(connection, secret, leads=False)
+        except (OSError, ChannelClosedError) as error:
+            why = getattr(error, "strerror", None) or str(error)
             time.sleep(_TRY_EVERY)
             continue
-        address = connection.getsockname()[0]
-        channel = Channel(connection, secret, leads=False)
         joined = {
             "host": settings.host,
             "workers": settings.workers,
@@ -51,7 +54,8 @@ def join(
             "versions": versions(),
         }
         channel.send({"join": joined})
-        return Membership(channel, Crew(settings, address, interface_of(address)), name, _welcome(channel, name))
+        job = _welcome(channel, name)
+        return Membership(channel, Crew(settings, address, interface_of(address)), name, job)
     if stopping.numbers:
         raise LaunchError(f"stopped by {signal_name(stopping.numbers[0])} before the job began.")
     raise LaunchError(
@@ -87,6 +91,7 @@ class Membership:
         self._leader = leader
         self._heard = self._told = time.monotonic()
         self._passed_on = 0
+        self._impatient_since: float | None = None
         self._end: tuple[int, str] | None = None
 
     def serve(self, stopping: Stopping) -> int:
@@ -94,24 +99,38 @@ class Membership:
         say(f"this machine has joined the job {self.job_id} at {self._leader}.")
         try:
             while self._end is None:
-                for message in self._channel.receive(_TICK):
-                    self._heard = time.monotonic()
-                    self._obey(message)
-                self._report()
-                self._pass_on(stopping)
-                if time.monotonic() - self._heard > SILENCE:
-                    raise ChannelClosedError(f"it has been silent for {time.monotonic() - self._heard:.0f} s")
+                self._listen()
+                if self._end is None:
+                    self._report()
+                    self._pass_on(stopping)
         except ChannelClosedError as error:
-            raise LaunchError(
-                f"the leading machine at {self._leader} is lost: {error}. The workers here were ended."
-            ) from error
+            self._hear_last_words()
+            if self._end is None:
+                raise LaunchError(
+                    f"the leading machine at {self._leader} is lost: {error}. The workers here were ended."
+                ) from error
         finally:
             self._crew.close()
             self._channel.close()
+        assert self._end is not None
         code, sentence = self._end
         if sentence:
             say(f"{sentence}.")
         return code
+
+    def _listen(self) -> None:
+        for message in self._channel.receive(_TICK):
+            self._heard = time.monotonic()
+            self._obey(message)
+        if time.monotonic() - self._heard > SILENCE:
+            raise ChannelClosedError(f"it has been silent for {time.monotonic() - self._heard:.0f} s")
+
+    def _hear_last_words(self) -> None:
+        """A leader that said how the job ended, and hung up: we may have noticed the latter first, when sending."""
+        with contextlib.suppress(ChannelClosedError):
+            for message in self._channel.receive(0.0):
+                if "end" in message:
+                    self._obey(message)
 
     def _obey(self, message: dict[str, Any]) -> None:
         crew = self._crew
@@ -134,11 +153,17 @@ class Membership:
         now = time.monotonic()
         if now - self._told > WORD_EVERY:
             self._told = now
-            self._channel.send({"counts": self._crew.counts(), "failing": self._crew.has_failing()})
+            self._channel.send({"beats": self._crew.beats(), "failing": self._crew.has_failing()})
 
     def _pass_on(self, stopping: Stopping) -> None:
-        """Ctrl-C here stops the whole job."""
+        """Ctrl-C here stops the whole job; after a second one we do not wait for long, whatever the leader does."""
         for number in stopping.numbers[self._passed_on :]:
             say(f"{signal_name(number)}: the leading machine is told to stop the job.")
             self._channel.send({"stop": number})
         self._passed_on = len(stopping.numbers)
+        if self._passed_on > 1:
+            now = time.monotonic()
+            self._impatient_since = self._impatient_since or now
+            if now - self._impatient_since > _PATIENCE:
+                first = stopping.numbers[0]
+                self._end = (128 + first, f"stopped by {signal_name(first)}; the leading machine did not answer")

@@ -1,15 +1,30 @@
 """`log/workerlog.N`: what each worker prints, kept over restarts, and shown on the console for worker 0."""
 
 import contextlib
+import os
 import sys
 from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
+from fleetx.launch.say import LaunchError, show
+
 _TRACEBACK = "Traceback (most recent call last):"
 _MOST_LINES = 20
 _MOST_TRACEBACK = 80
 _MOST_BYTES = 1 << 18
+
+
+def require_folder(folder: Path) -> None:
+    """Make the folder of the logs; raises if they cannot be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(0, "no permission to write")
+    except OSError as error:
+        raise LaunchError(
+            f"--log_dir {folder} must be a folder to write to, and it is not ({error.strerror}): give another one."
+        ) from error
 
 
 class WorkerLog:
@@ -20,7 +35,8 @@ class WorkerLog:
         self.path = folder / f"workerlog.{rank}"
         begun = self.path.exists() and self.path.stat().st_size > 0
         if begun:
-            with self.path.open("a", encoding="utf-8") as file:
+            # A disk that is full is no reason to give up a job.
+            with contextlib.suppress(OSError), self.path.open("a", encoding="utf-8") as file:
                 file.write(f"\n===== {title}, {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z} =====\n")
         self.start = self.path.stat().st_size if self.path.exists() else 0
 
@@ -68,6 +84,4 @@ class Relay:
         if lines:
             # A bar redraws its line after a carriage return: the last state of it is what counts.
             texts = [line.decode("utf-8", errors="replace").rpartition("\r")[2] for line in lines]
-            with contextlib.suppress(BrokenPipeError):  # nobody reads the console any more; the log has it all
-                self._console.write("".join(f"{self._name}{text}\n" for text in texts))
-                self._console.flush()
+            show("".join(f"{self._name}{text}\n" for text in texts), self._console)

@@ -4,6 +4,8 @@ import fcntl
 import socket
 import struct
 
+from fleetx.launch.say import LaunchError
+
 LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915
 
@@ -35,3 +37,20 @@ def is_here(address: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def resolved(option: str, host: str) -> str:
+    """The address of a host that an option names."""
+    try:
+        return socket.gethostbyname(host)
+    except OSError as error:
+        raise LaunchError(f"{option}: the host {host!r} is not known ({error.strerror}).") from error
+
+
+def require_reachable(host: str, address: str) -> None:
+    """Raise if a name means this machine to itself alone: many systems give their own name an address of loopback."""
+    if address.startswith("127.") and host not in (address, "localhost"):
+        raise LaunchError(
+            f"--master must be an address that all machines can reach, and {host!r} is {address} on this one. Give the "
+            "address itself, such as 10.0.0.1, on all machines."
+        )

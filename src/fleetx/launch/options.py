@@ -32,6 +32,7 @@ class Options:
     max_restart: int
     job_id: str | None
     progress_timeout: float
+    start_timeout: float
     stop_timeout: float
     join_timeout: float
     secret_file: Path | None
@@ -59,6 +60,7 @@ class Options:
             "nproc_per_node": self.workers,
             "progress_timeout": f"{self.progress_timeout:g}",
             "rank": self.rank,
+            "start_timeout": f"{self.start_timeout:g}",
             "training_script": self.command[0] if self.command[0] != "-m" else " ".join(self.command[:2]),
             "training_script_args": self.command[1:] if self.command[0] != "-m" else self.command[2:],
         }
@@ -79,12 +81,10 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     command = ["-m", given.script, *given.script_args] if given.module else [given.script, *given.script_args]
     if not given.module and not Path(given.script).is_file():
         parser.error(f"the script {given.script!r} does not exist (looked in {Path.cwd()}).")
-    least, most = given.nnodes or (1, 1)
     ips = given.ips or [LOOPBACK]
-    if given.ips and given.nnodes and most != len(ips):
+    least, most = given.nnodes or (len(ips), len(ips))
+    if given.ips and most != len(ips):
         parser.error(f"--nnodes {most} contradicts --ips, which names {len(ips)} hosts: leave one of them out.")
-    if given.ips:
-        least = most = len(ips)
     master = given.master
     if most > 1 and master is None and given.ips:
         master = (ips[0], DEFAULT_PORT)
@@ -95,7 +95,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     if given.rank is not None and not 0 <= given.rank < most:
         parser.error(f"--rank must be from 0 to {most - 1} with --nnodes {most}, not {given.rank}.")
     rank = given.rank
-    if rank is None and given.ips and most > 1:
+    if rank is None and given.ips:
         here = [index for index, address in enumerate(ips) if is_here(address)]
         if not here:
             parser.error(f"none of --ips {','.join(ips)} is an address of this machine: name the right one, or --rank.")
@@ -113,6 +113,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         max_restart=given.max_restart,
         job_id=given.job_id,
         progress_timeout=given.progress_timeout,
+        start_timeout=given.start_timeout,
         stop_timeout=given.stop_timeout,
         join_timeout=given.join_timeout,
         secret_file=given.secret_file,
@@ -189,6 +190,7 @@ def _parser() -> argparse.ArgumentParser:
         help="restart all workers up to N times when one fails; the script resumes from its checkpoint (default 0)",
     )
     wrong.add_argument("--progress_timeout", type=_seconds, default=600.0, metavar="SECONDS", help=_PROGRESS)
+    wrong.add_argument("--start_timeout", type=_seconds, default=1800.0, metavar="SECONDS", help=_START)
     wrong.add_argument(
         "--stop_timeout",
         type=_seconds,
@@ -208,6 +210,10 @@ _SECRET = "a file with a secret that all machines share; else the variable FLEET
 _PROGRESS = (
     "a worker that has begun to train and makes no step for so long is named with its stack, and counts as failed "
     "(default 600, 0 switches it off)"
+)
+_START = (
+    "the same for the time that a worker may take to join the others, and from its model to its first step "
+    "(default 1800, 0 switches it off)"
 )
 _EXAMPLES = """examples:
   fleetrun --nproc_per_node 2 train.py --lr 0.1

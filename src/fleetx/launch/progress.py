@@ -1,33 +1,55 @@
 """Notices workers that stop making progress, and finds out which of them keeps the others waiting."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
+from fleetx.comm.beats import Beat
 from fleetx.launch.ending import STUCK, Ending
 from fleetx.launch.stacks import Stack
 
 
+class Stall(NamedTuple):
+    """For how long a worker has stood still, and the limit that is over."""
+
+    seconds: float
+    limit: float
+    is_start: bool = False
+
+    def __str__(self) -> str:
+        step, flag = ("first step", "--start_timeout") if self.is_start else ("step", "--progress_timeout")
+        return f"no {step} for {self.seconds:.0f} s, the limit is {self.limit:g} s ({flag})"
+
+
 class Progress:
-    """Remembers when each worker's count last changed. A worker that has not begun to count is left alone."""
+    """Remembers when each worker's beat last changed. A limit of 0 is none.
 
-    def __init__(self, limit: float) -> None:
-        self.limit = limit
-        self._seen: dict[int, tuple[int, float]] = {}
+    `limit` is that of workers that have made a step, `start_limit` that of workers whose first one is due. Others are
+    left alone: who reads data before there is a model may take any time, and some scripts never train.
+    """
 
-    def note(self, counts: Mapping[int, int], now: float) -> None:
-        """Take in the latest counts."""
-        for rank, count in counts.items():
-            if self._seen.get(rank, (-1, now))[0] != count:
-                self._seen[rank] = (count, now)
+    def __init__(self, limit: float, start_limit: float = 0.0) -> None:
+        self.limit, self.start_limit = limit, start_limit
+        self._seen: dict[int, tuple[Beat, float]] = {}
 
-    def stalled(self, counts: Mapping[int, int], now: float) -> dict[int, float]:
-        """The workers that have been still for longer than the limit, and for how long."""
-        if self.limit <= 0:
-            return {}
-        still = {rank: now - self._seen[rank][1] for rank, count in counts.items() if count and rank in self._seen}
-        return {rank: seconds for rank, seconds in still.items() if seconds > self.limit}
+    def note(self, beats: Mapping[int, Beat], now: float) -> None:
+        """Take in the latest beats."""
+        for rank, beat in beats.items():
+            if rank not in self._seen or self._seen[rank][0] != beat:
+                self._seen[rank] = (beat, now)
+
+    def stalled(self, ranks: Iterable[int], now: float) -> dict[int, Stall]:
+        """Those of the workers that have been still for longer than their limit."""
+        seen = {rank: self._seen[rank] for rank in ranks if rank in self._seen}
+        stalls = {rank: self._stall(beat, now - since) for rank, (beat, since) in seen.items()}
+        return {rank: stall for rank, stall in stalls.items() if 0 < stall.limit < stall.seconds}
+
+    def _stall(self, beat: Beat, seconds: float) -> Stall:
+        if beat.count:
+            return Stall(seconds, self.limit)
+        return Stall(seconds, self.start_limit if beat.due else 0.0, is_start=True)
 
 
-def culprits(counts: Mapping[int, int], stacks: Mapping[int, Stack]) -> list[int]:
+def culprits(beats: Mapping[int, Beat], stacks: Mapping[int, Stack]) -> list[int]:
     """Who keeps the others waiting: when one worker stands still, soon all of them do."""
     ranks = sorted(stacks)
     stopped = [rank for rank in ranks if stacks[rank].stopped]
@@ -36,11 +58,11 @@ def culprits(counts: Mapping[int, int], stacks: Mapping[int, Stack]) -> list[int
     at_work = [rank for rank in ranks if not stacks[rank].waits_for_others]
     if at_work:
         ranks = at_work
-    least = min(counts[rank] for rank in ranks)
-    return [rank for rank in ranks if counts[rank] == least]
+    least = min(beats[rank].count for rank in ranks)
+    return [rank for rank in ranks if beats[rank].count == least]
 
 
-def stuck_ending(rank: int, host: str, seconds: float, limit: float, stack: Stack, moment: float) -> Ending:
+def stuck_ending(rank: int, host: str, stall: Stall, stack: Stack, moment: float) -> Ending:
     """The end of a worker that is going to be ended because it stood still."""
     state = "it is stopped (SIGSTOP or a debugger)" if stack.stopped else f"its process is {stack.state or 'unknown'}"
     where = f", in {stack.lines[0]}" if stack.lines else ", and it gave no stack"
@@ -50,5 +72,5 @@ def stuck_ending(rank: int, host: str, seconds: float, limit: float, stack: Stac
         code=STUCK,
         time=moment,
         lines=["its stack, the innermost call first:", *stack.lines] if stack.lines else [],
-        stuck=f"no step for {seconds:.0f} s, the limit is {limit:g} s; {state}{where}",
+        stuck=f"{stall}; {state}{where}",
     )

@@ -3,6 +3,7 @@
 import time
 from typing import Any
 
+from fleetx.comm.beats import Beat
 from fleetx.launch.channel import Channel, ChannelClosedError
 from fleetx.launch.crew import Attempt, CrewSettings
 from fleetx.launch.ending import LOST, Ending
@@ -25,7 +26,7 @@ class RemoteCrew:
         self.asked_to_stop: list[int] = []
         self._channel = channel
         self._ranks: list[int] = []
-        self._counts: dict[int, int] = {}
+        self._beats: dict[int, Beat] = {}
         self._has_failing = False
         self._early: list[Ending] = []  # endings that came while we waited for something else
         self._stacks: dict[int, Stack] | None = None
@@ -39,7 +40,7 @@ class RemoteCrew:
     def start(self, attempt: Attempt) -> None:
         """Start all workers there."""
         self._ranks = list(range(attempt.first_rank, attempt.first_rank + self.settings.workers))
-        self._counts = {}
+        self._beats = {}
         self._has_failing = False
         self._send({"start": vars(attempt)})
 
@@ -54,18 +55,21 @@ class RemoteCrew:
     def silence(self) -> None:
         """Nothing of it is shown here anyhow."""
 
-    def counts(self) -> dict[int, int]:
+    def beats(self) -> dict[int, Beat]:
         """How far each living worker had come when the launcher there last sent word."""
-        return {rank: self._counts.get(rank, 0) for rank in self._ranks}
+        return {rank: self._beats.get(rank, Beat()) for rank in self._ranks}
 
     def has_failing(self) -> bool:
         """Whether a worker there is about to end."""
         return self._has_failing
 
-    def stacks(self, wait: float = 2.0) -> dict[int, Stack]:
-        """Where each living worker is; empty stacks if the answer does not come."""
+    def ask_for_stacks(self, wait: float = 2.0) -> None:
+        """Let the launcher there find out where its workers are: all machines do so at the same time."""
         self._stacks = None
         self._send({"stacks": wait})
+
+    def stacks(self, wait: float = 2.0) -> dict[int, Stack]:
+        """Where each living worker is; empty stacks if the answer does not come."""
         end = time.monotonic() + wait + 1.0
         while self._stacks is None and not self.lost and time.monotonic() < end:
             self._early += self._listen(0.05)
@@ -87,6 +91,7 @@ class RemoteCrew:
         """Tell the launcher there that the job is over, and how it ended."""
         self._send({"end": code, "sentence": sentence})
         self._channel.close()
+        self.lost = self.lost or "it was sent away"
 
     def _send(self, message: dict[str, Any]) -> None:
         if self.lost:
@@ -109,9 +114,9 @@ class RemoteCrew:
         return [ending for message in messages for ending in self._take(message)]
 
     def _take(self, message: dict[str, Any]) -> list[Ending]:
-        if "counts" in message:
+        if "beats" in message:
             self._has_failing = message["failing"]
-            self._counts = {int(rank): count for rank, count in message["counts"].items()}
+            self._beats = {int(rank): Beat(*beat) for rank, beat in message["beats"].items()}
         if "stacks" in message:
             self._stacks = {int(rank): Stack(**stack) for rank, stack in message["stacks"].items()}
         if "stop" in message:

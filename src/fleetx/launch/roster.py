@@ -47,6 +47,7 @@ class Roster:
         self._joined = [crew for crew in self._joined if not crew.lost]
         begun = enough_since = time.monotonic()
         while not stopping.numbers:
+            stopping.numbers += self.stop_signals()
             self._take_in()
             count, now = len(self.crews), time.monotonic()
             if count >= self.most:
@@ -59,17 +60,28 @@ class Roster:
             elif now - enough_since > _LAST_CALL or self._has_run:
                 break
             self._joined = [crew for crew in self._joined if not self._is_lost(crew)]
-            self._look(0.05)
+            if self._has_run:
+                self.keep_in_touch(0.05)
+            else:
+                self._look(0.05)
         self._has_run = True
 
     def has_newcomers(self) -> bool:
         """Whether machines wait to be taken in, and there is room for them."""
-        if self._gathering is not None:
-            try:
-                self._look(0.0)
-            except LaunchError as error:  # it is told, and the job goes on without it
-                say(str(error))
         return bool(self._newcomers) and len(self.crews) < self.most
+
+    def keep_in_touch(self, wait: float = 0.0) -> None:
+        """While a job runs: answer machines that want to join, and let those that wait know that we are there."""
+        if self._gathering is None:
+            return
+        try:
+            self._look(wait)
+        except LaunchError as error:  # it is told, and the job goes on without it
+            say(str(error))
+        for crew in self._newcomers:
+            if crew.asked_to_stop:  # it has no part in the job, so it leaves alone
+                crew.end(128 + crew.asked_to_stop[0], "this machine had no part in the job yet, and leaves")
+        self._newcomers = [crew for crew in self._newcomers if not crew.lost]
 
     def stop_signals(self) -> list[int]:
         """Signals that launchers elsewhere got and passed on."""
@@ -93,6 +105,7 @@ class Roster:
             self._newcomers += self._gathering.newcomers(wait)
         for crew in self._newcomers:
             crew.poll(0.0)  # keeps the connection alive, and notices if it breaks
+        self._newcomers = [crew for crew in self._newcomers if not crew.lost]
 
     def _take_in(self) -> None:
         room = self.most - len(self.crews)

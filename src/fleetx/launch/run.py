@@ -1,6 +1,6 @@
 """From options to an exit code."""
 
-import socket
+import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -11,10 +11,11 @@ from fleetx.launch.crew import Crew, CrewSettings
 from fleetx.launch.gathering import Gathering
 from fleetx.launch.job import Job, JobSettings
 from fleetx.launch.joining import join
-from fleetx.launch.network import LOOPBACK, host_name, interface_of, is_here
+from fleetx.launch.logs import require_folder
+from fleetx.launch.network import LOOPBACK, host_name, interface_of, is_here, require_reachable, resolved
 from fleetx.launch.options import Options
 from fleetx.launch.roster import Roster
-from fleetx.launch.say import LaunchError, say
+from fleetx.launch.say import LaunchError, say, show
 from fleetx.launch.secret import read_secret
 from fleetx.launch.stopping import Stopping
 
@@ -24,14 +25,14 @@ def launch(command: Sequence[str], *, workers: int, environment: Mapping[str, st
 
     Worker 0 prints where the caller does, and nothing is kept of what the others print unless one fails.
     """
-    print(configuration({"nproc_per_node": workers, "script": " ".join(command)}), flush=True)
+    show(f"{configuration({'nproc_per_node': workers, 'script': ' '.join(command)})}\n", sys.stdout)
     crew = CrewSettings(list(command), workers, host_name(), log_dir=None, environment=dict(environment or {}))
-    return _run_alone(crew, JobSettings(job_id=uuid.uuid4().hex[:8], progress_limit=0))
+    return _run_alone(crew, JobSettings(job_id=uuid.uuid4().hex[:8], progress_limit=0, start_limit=0))
 
 
 def run(options: Options) -> int:
     """Run a job as the command line says; gives the exit code."""
-    print(configuration(options.banner()), flush=True)
+    show(f"{configuration(options.banner())}\n", sys.stdout)
     crew = CrewSettings(
         command=options.command,
         workers=options.workers,
@@ -42,6 +43,7 @@ def run(options: Options) -> int:
         warm=options.workers > 1 or options.max_restart > 0,
     )
     try:
+        require_folder(options.log_dir)
         return _run_alone(crew, _job(options)) if options.alone else _run_among_many(options, crew)
     except (LaunchError, ValueError) as error:
         say(str(error))
@@ -50,7 +52,13 @@ def run(options: Options) -> int:
 
 def _job(options: Options) -> JobSettings:
     job_id = options.job_id or uuid.uuid4().hex[:8]
-    return JobSettings(job_id, options.max_restart, options.progress_timeout, options.stop_timeout)
+    return JobSettings(
+        job_id,
+        most_restarts=options.max_restart,
+        progress_limit=options.progress_timeout,
+        start_limit=options.start_timeout,
+        stop_limit=options.stop_timeout,
+    )
 
 
 def _run_alone(settings: CrewSettings, job: JobSettings) -> int:
@@ -63,8 +71,9 @@ def _run_alone(settings: CrewSettings, job: JobSettings) -> int:
 def _run_among_many(options: Options, settings: CrewSettings) -> int:
     secret = read_secret(options.secret_file)
     assert options.master is not None
-    master = (_resolved(options.master[0]), options.master[1])
+    master = (resolved("--master", options.master[0]), options.master[1])
     leads = options.rank == 0 or (options.rank is None and is_here(master[0]))
+    require_reachable(options.master[0], master[0])
     with Stopping().listening() as stopping:
         if not leads:
             return _follow(options, settings, master, secret, stopping)
@@ -77,7 +86,7 @@ def _run_among_many(options: Options, settings: CrewSettings) -> int:
             least=options.least_hosts,
             most=options.most_hosts,
             wait=options.join_timeout,
-            expected=options.ips if len(options.ips) > 1 else (),
+            expected=[resolved("--ips", host) for host in options.ips] if len(options.ips) > 1 else (),
         )
         return Job(job, roster, stopping).run()
 
@@ -99,10 +108,3 @@ def _follow(
                 raise
             say(f"{error} This machine tries to join again.")
             end = time.monotonic() + options.join_timeout
-
-
-def _resolved(host: str) -> str:
-    try:
-        return socket.gethostbyname(host)
-    except OSError as error:
-        raise LaunchError(f"--master: the host {host!r} is not known ({error.strerror}).") from error

@@ -1,6 +1,9 @@
 """The launcher's own words."""
 
+import contextlib
+import os
 import sys
+from typing import TextIO
 
 
 class LaunchError(Exception):
@@ -9,4 +12,21 @@ class LaunchError(Exception):
 
 def say(text: str) -> None:
     """One line on stderr, apart from what workers print."""
-    print(f"fleetrun: {text}", file=sys.stderr, flush=True)
+    show(f"fleetrun: {text}\n", sys.stderr)
+
+
+def show(text: str, console: TextIO) -> None:
+    """Print as long as somebody listens: a terminal that was closed must not end the job, whose workers may save."""
+    try:
+        console.write(text)
+        console.flush()
+    except (OSError, ValueError):
+        _turn_off(console)
+
+
+def _turn_off(console: TextIO) -> None:
+    """Let what is still to come go nowhere, so that it does not fail again, nor when Python ends."""
+    with contextlib.suppress(OSError, ValueError):  # no file of the system, or closed
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, console.fileno())
+        os.close(nowhere)

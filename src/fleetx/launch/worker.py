@@ -61,6 +61,8 @@ def run(command: Sequence[str]) -> None:
         _leave_word(report, {"type": type(error).__name__, "message": str(error)})
         # Only the script's own part: how it was started is nobody's error.
         own = error.with_traceback(_own_part(error.__traceback__))
+        # As Python has it: exit functions can tell by it that the program has failed.
+        sys.last_type, sys.last_value, sys.last_traceback = type(own), own, own.__traceback__
         sys.excepthook(type(own), own, own.__traceback__)
         sys.exit(1)
 

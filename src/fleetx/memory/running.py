@@ -308,14 +308,19 @@ class Run:
     # What is read and written -------------------------------------------------------------------------------
 
     def _noted(
-        self, args: Any, kwargs: Any, written: list[Tensor], is_sure: bool = True
+        self, args: Any, kwargs: Any, written: list[Tensor], *, is_sure: bool = True, is_likely: bool = True
     ) -> tuple[list[Any], Structure]:
-        """The inputs of a call; of those that it will write to, whoever needs them again has a copy now."""
+        """The inputs of a call; of those that it will write to, whoever needs them again has a copy now.
+
+        If that is not likely the present segment goes without, since large inputs would be there twice: should it
+        happen, the segment keeps everything this once. Those that ended before cannot.
+        """
         ids = {id(tensor) for tensor in written}
         noted = self.frame.tape.note_inputs(args, kwargs, lambda t: self._external(t, leaves=id(t) not in ids))
         for pointer in _pointers(written):
-            for _, external in self._readers_of(pointer):
-                external.copy(is_sure)
+            for frame, external in self._readers_of(pointer):
+                if is_likely or frame is not self.frame:
+                    external.copy(is_sure)
             if self.experience.offloader is not None:
                 self.experience.offloader.finish(pointer)
         return noted
@@ -352,7 +357,9 @@ class Run:
             return
         tensors = tensors_in((args, kwargs))
         is_known = id(module) in self.experience.written
-        noted = self._noted(args, kwargs, self.experience.written_by(module, tensors), is_sure=is_known)
+        may_write = self.experience.written_by(module, tensors)
+        is_likely = is_known or any(getattr(part, "inplace", False) for part in module.modules())
+        noted = self._noted(args, kwargs, may_write, is_sure=is_known, is_likely=is_likely)
         snapshot = self.experience.watch.before(module)
         self._leaf = Leaf(self, module, tensors, noted, snapshot, Surroundings.now(self.kinds))
 

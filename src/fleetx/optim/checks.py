@@ -5,6 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
+ROUNDING = 1e-9
+"""How far below 0 a schedule that ends at 0 may come out."""
+
 
 def check_number(
     name: str,
@@ -25,24 +28,41 @@ def check_number(
         raise ValueError(f"{rule}, got {value!r}: {usual}.")
 
 
-def check_count(name: str, value: Any, *, at_least: int = 1, usual: str) -> None:
+def check_count(name: str, value: Any, *, at_least: int = 1, below: int | None = None, usual: str) -> None:
     """Refuse what is not a whole number of at least ``at_least``."""
-    rule = f"{name} must be a whole number of at least {at_least}, got {value!r}: {usual}."
+    limits = f"of at least {at_least}" + (f" and below {below}" if below is not None else "")
+    rule = f"{name} must be a whole number {limits}, got {value!r}: {usual}."
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(rule)
-    if value < at_least:
+    if value < at_least or (below is not None and value >= below):
         raise ValueError(rule)
 
 
-def check_lr(value: Any) -> None:
-    """Refuse what is not a number or a tensor of one element, which is not read: it may be on a device."""
-    if not isinstance(value, Tensor):
+def check_betas(betas: Any) -> None:
+    """Refuse what is not two numbers of at least 0 and below 1."""
+    usual = "(0.9, 0.999) is usual"
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise TypeError(f"betas must be two numbers, got {betas!r}: {usual}.")
+    for name, beta in zip(("betas[0]", "betas[1]"), betas, strict=True):
+        check_number(name, beta, below=1, usual=usual)
+
+
+def check_lr(value: Any, *, rounding: float = 0.0) -> None:
+    """Refuse what is not a number or a tensor of one element, which is not read where that would wait for a device.
+
+    ``rounding`` is how far below 0 it may be.
+    """
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(
+                f"lr must be one number, got a tensor of shape {tuple(value.shape)}: "
+                "give torch.tensor(0.1), and several rates as several parameter groups."
+            )
+        if value.device.type != "cpu":
+            return
+        value = value.item()
+    if not (isinstance(value, float) and -rounding <= value < 0):
         check_number("lr", value, usual="give a number, or a tensor of one element")
-    elif value.numel() != 1:
-        raise ValueError(
-            f"lr must be one number, got a tensor of shape {tuple(value.shape)}: "
-            "give torch.tensor(0.1), and several rates as several parameter groups."
-        )
 
 
 def check_switch(name: str, value: Any) -> None:

@@ -8,9 +8,11 @@ purpose; only a kind may take nothing, since one list of kinds serves many model
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
+from difflib import SequenceMatcher, get_close_matches
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
+
+from fleetx.notices import tell_once
 
 if TYPE_CHECKING:
     from fleetx.names import ParameterInfo
@@ -57,6 +59,7 @@ def exclude(
         if not taken[pattern]:
             _explain_nothing_taken(pattern, named, known_kinds, setting)
     mask = tuple(any(takes(pattern, parameter, known_kinds) for pattern in patterns) for parameter in named)
+    _tell_of_other_norms(taken, named, mask, setting)
     return Exclusion(mask, taken)
 
 
@@ -110,11 +113,28 @@ def _explain_nothing_taken(
             )
         return
     nearest = ", ".join(_nearest(pattern, [parameter.name for parameter in named]))
+    kinds = get_close_matches(pattern.lower(), list(known_kinds), n=1, cutoff=0.8)
+    meant = f"Did you mean the kind {kinds[0]!r}? " if kinds else ""
     raise ValueError(
         f"{setting}: {pattern!r} matches no parameter. A pattern is a part of a name, a glob over the whole "
         f"name, or a kind ({', '.join(known_kinds)}). The nearest names are: {nearest}. "
-        "Correct the pattern or remove it."
+        f"{meant}Correct the pattern or remove it."
     )
+
+
+def _tell_of_other_norms(
+    taken: Mapping[str, Sequence[str]], named: "Sequence[ParameterInfo]", mask: Sequence[bool], setting: str
+) -> None:
+    """Say once if a kind of norm took nothing while norms of another kind are left in: that is rarely meant."""
+    idle = [pattern for pattern, took in taken.items() if pattern.endswith("_norm") and not took]
+    left = [parameter for parameter, out in zip(named, mask, strict=True) if "norm" in parameter.kinds and not out]
+    if idle and left:
+        own = ", ".join(sorted(left[0].kinds - {"norm", "bias"})) or "another kind"
+        tell_once(
+            f"idle {idle[0]}",
+            f"{setting}: {idle[0]!r} takes nothing here, while the norm {left[0].name} is {own}, and is not excluded: "
+            "'norm' takes norms of every kind.",
+        )
 
 
 def _nearest(pattern: str, names: Sequence[str], count: int = 3) -> list[str]:

@@ -8,9 +8,27 @@ from torch import Tensor
 Tensors = list[Tensor] | tuple[Tensor, ...]
 
 
+ROW = 1 << 12
+"""How many squares may be added up at once: on the host torch does it in fp32, and of 30 million loses 0.2 %."""
+
+
 def norms(tensors: Tensors) -> Tensor:
     """The L2 norm of each tensor, as one vector that stays on the device."""
-    return torch.stack(torch._foreach_norm(tensors))
+    found = torch._foreach_norm([_shortened(tensor) for tensor in tensors])
+    return torch.stack([norm.to(tensors[0].dtype) for norm in found])
+
+
+def _shortened(tensor: Tensor) -> Tensor:
+    """The tensor itself, or a short one of the same norm: the norms of its parts."""
+    if tensor.device.type != "cpu" or tensor.numel() <= ROW:
+        return tensor
+    if torch.compiler.is_compiling():
+        return torch.linalg.vector_norm(tensor, dtype=torch.float64)  # compiled code converts as it reads
+    in_memory_order = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
+    flat = in_memory_order.reshape(-1)  # a view, unless there are gaps
+    rows = len(flat) // ROW * ROW
+    parts = [torch.linalg.vector_norm(flat[:rows].view(-1, ROW), dim=1), torch.linalg.vector_norm(flat[rows:])[None]]
+    return torch.cat(parts).double()
 
 
 def scale_(tensors: Tensors, factor: float | Tensor) -> None:
@@ -32,7 +50,7 @@ def in_dtype(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 def length_of_all(lengths: Sequence[Tensor]) -> Tensor:
     """The length of everything together, from vectors of the lengths of its parts."""
-    wide = [length.to(lengths[0].device, torch.float64, non_blocking=True) for length in lengths]
+    wide = [moved(length, lengths[0].device, torch.float64) for length in lengths]
     return torch.linalg.vector_norm(torch.cat(wide))
 
 
@@ -40,7 +58,12 @@ def number_on(value: float | Tensor, like: Tensor) -> float | Tensor:
     """A number as it is; a one-element tensor as 0-dim on the device and in the dtype of ``like``."""
     if not isinstance(value, Tensor):
         return value
-    return value.detach().reshape(()).to(like.device, like.dtype, non_blocking=True)
+    return moved(value.detach().reshape(()), like.device, like.dtype)
+
+
+def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A tensor elsewhere. Nobody waits for what goes to a device; what comes to the host is read there at once."""
+    return tensor.to(device, dtype, non_blocking=device.type != "cpu")
 
 
 def times(tensors: list[Tensor], factor: float | Tensor) -> list[Tensor]:

@@ -88,7 +88,8 @@ def _state(algorithm: str, own: Group, theirs: Group, state: dict[str, Any]) -> 
     if algorithm == "lars":
         buffer = state.get("momentum_buffer")
         return {} if buffer is None else {"momentum_buffer": _momentum(own, theirs, buffer)}
-    if "exp_avg" not in state:
+    moments = {name: state[name] for name in ("exp_avg", "exp_avg_sq") if name in state}  # one alone is refused later
+    if not moments:
         return {}
     step = state.get("step", theirs.get("step"))
     if step is None:
@@ -96,11 +97,7 @@ def _state(algorithm: str, own: Group, theirs: Group, state: dict[str, Any]) -> 
             "a LAMB state needs the number of its steps, and this one has 'step' neither in the group nor in the "
             "parameters' state: write it into the saved group."
         )
-    return {
-        "exp_avg": state["exp_avg"],
-        "exp_avg_sq": state["exp_avg_sq"],
-        "step": torch.as_tensor(step, dtype=torch.float32, device="cpu").reshape(()).clone(),
-    }
+    return {**moments, "step": torch.as_tensor(step, dtype=torch.float32, device="cpu").reshape(()).clone()}
 
 
 def _momentum(own: Group, theirs: Group, buffer: Tensor) -> Tensor:

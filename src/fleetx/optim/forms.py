@@ -66,6 +66,9 @@ LAMB_FORMS = {
     "nvlamb": LambForm(adapted="everybody", max_grad_norm=1.0),
 }
 
+# Not forms of their own, and likely to be asked for.
+APEX = {"LARS": "'mlperf'", "LAMB": "'timm', and with use_nvlamb 'nvlamb'"}
+
 Form = TypeVar("Form")
 
 
@@ -73,8 +76,10 @@ def named(forms: dict[str, Form], name: Any, algorithm: str) -> Form:
     """The form of this name."""
     if isinstance(name, str) and name in forms:
         return forms[name]
-    near = get_close_matches(name, forms, n=1) if isinstance(name, str) else []
+    near = get_close_matches(name.lower(), forms, n=1) if isinstance(name, str) else []
     meant = f"did you mean {near[0]!r}?" if near else "'fleet' is the default."
+    if isinstance(name, str) and name.lower() == "apex":
+        meant = f"apex's is {APEX[algorithm]}."
     error = ValueError if isinstance(name, str) else TypeError
     raise error(f"form of {algorithm} must be one of {', '.join(map(repr, forms))}, got {name!r}: {meant}")
 

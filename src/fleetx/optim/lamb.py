@@ -10,7 +10,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.optimizer import ParamsT
 
 from fleetx.optim.buckets import Bucket
-from fleetx.optim.checks import check_lr, check_number, check_switch
+from fleetx.optim.checks import check_betas, check_lr, check_number, check_switch
 from fleetx.optim.foreach import Tensors, scale_
 from fleetx.optim.forms import LAMB_FORMS, has_ratio, named
 from fleetx.optim.groups import Group, State
@@ -148,18 +148,20 @@ class Lamb(LayerwiseOptimizer):
 
     def _check_group(self, group: Group) -> None:
         check_lr(group["lr"])
-        betas = group["betas"]
-        if not isinstance(betas, tuple | list) or len(betas) != 2:
-            raise TypeError(f"betas must be two numbers, got {betas!r}: (0.9, 0.999) is usual.")
-        for name, beta in zip(("betas[0]", "betas[1]"), betas, strict=True):
-            check_number(name, beta, below=1, usual="(0.9, 0.999) is usual")
+        check_betas(group["betas"])
         check_number("eps", group["eps"], above=0, usual="1e-6 is usual")
         check_number("lamb_weight_decay", group["lamb_weight_decay"], usual="0.01 is usual, 0 is none")
         check_switch("always_adapt", group["always_adapt"])
+        if group["always_adapt"] and group["exclude_from_adaptation"]:
+            raise ValueError(
+                "always_adapt=True gives everybody a trust ratio, and exclude_from_adaptation="
+                f"{list(group['exclude_from_adaptation'])!r} takes it from some: leave one of them out."
+            )
         check_switch("bias_correction", group["bias_correction"])
         form = named(LAMB_FORMS, group["form"], "LAMB")
         if group["max_grad_norm"] == "form":
             group["max_grad_norm"] = form.max_grad_norm
+        super()._check_group(group)
 
     def _decay_and_adapts(self, group: Group, index: int) -> tuple[float, bool]:
         decay = group["lamb_weight_decay"] if group["decays"][index] else 0.0

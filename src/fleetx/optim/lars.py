@@ -156,6 +156,7 @@ class Lars(LayerwiseOptimizer):
         if group["lr_in_momentum"] is None:
             group["lr_in_momentum"] = form.lr_in_momentum
         check_switch("lr_in_momentum", group["lr_in_momentum"])
+        super()._check_group(group)
 
     def _decay_and_adapts(self, group: Group, index: int) -> tuple[float, bool]:
         decay = group["lars_weight_decay"] if group["decays"][index] else 0.0

@@ -4,7 +4,7 @@ The formulas exist twice: as foreach operations, which run everywhere and are th
 (``fleetx.optim.fused``), which a CUDA device gets by itself.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -12,25 +12,25 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
+from fleetx.notices import tell_once
 from fleetx.optim import groups, settling, state_dicts
 from fleetx.optim.buckets import Bucket, measure
 from fleetx.optim.checks import check_count, check_number, check_switch
-from fleetx.optim.exclusion import ExclusionRow
+from fleetx.optim.excluding import ExcludingOptimizer
 from fleetx.optim.foreach import in_dtype, length_of_all, number_on, times
 from fleetx.optim.fused import FusedStep, obstacle
 from fleetx.optim.groups import Group, State, call_it, fix_lr_shares, working_dtype
-from fleetx.optim.scaling import refuse_scaled_gradients
 from fleetx.optim.sharded import gradient_of, local
 from fleetx.optim.watching import Entry, TrustRatios, Watch
 
 
-class LayerwiseOptimizer(Optimizer, ABC):
+class LayerwiseOptimizer(ExcludingOptimizer):
     """An optimizer whose step length is chosen per layer, with exclusions by name or kind.
 
     **Masters.** The state of a bf16 or fp16 parameter holds an fp32 ``master``, made from the parameter at
     the first step. All arithmetic is done on it and the result copied into the parameter, so steps smaller
     than the parameter's resolution add up. A parameter written from outside in between (new weights loaded)
-    is noticed, and the master follows it wherever the two differ.
+    is noticed, and the master follows it wherever the two differ; only writing through ``.data`` leaves no trace.
 
     **Exclusions** are decided when a group is added and kept in it as one bool per parameter, beside the
     patterns. Groups that state the same patterns are judged together: a pattern must take something in one.
@@ -45,11 +45,13 @@ class LayerwiseOptimizer(Optimizer, ABC):
     first step.
 
     **Sharded parameters** (``fully_shard``) are served by the foreach form: each rank moves its own part, and all
-    norms of a step travel in one all-reduce. LAMB has a second one where it clips or checks.
+    norms of a step travel in one all-reduce. LAMB has a second one where it clips or checks: the length of its
+    directions is no function of a few sums and the clipping, and its moments cannot be taken back.
 
     **Loading.** Hyper-parameters come from the saved state, as in torch. Exclusions do not: an optimizer
-    keeps its own, and a saved state that was trained with others is refused. Nor does ``fused``, which is a
-    matter of the machine. States of timm's and apex's LARS and LAMB are converted (``fleetx.optim.foreign``).
+    keeps its own, and a saved state that was trained with others, or in another form, is refused. Nor does
+    ``fused``, which is a matter of the machine. States of timm's and apex's LARS and LAMB are converted
+    (``fleetx.optim.foreign``).
     """
 
     keeps_masters: ClassVar[bool] = True
@@ -57,34 +59,25 @@ class LayerwiseOptimizer(Optimizer, ABC):
         "decays": "exclude_from_weight_decay",
         "adapts": "exclude_from_adaptation",
     }
-    # Said once for all groups: a step is left out, clipped and launched as a whole.
+    # A step is left out, clipped and launched as a whole.
     _common: ClassVar[tuple[str, ...]] = ("fused", "max_grad_norm", "skip_nonfinite")
     _buffers: ClassVar[tuple[str, ...]]
     _counts_steps: ClassVar[bool]
     _kernels: ClassVar[str]
 
-    _settles_each_group = True
     _replaced: Optimizer | None = None
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         self._begin()
-        self._settles_each_group = False  # a pattern may take something in the last group only
         super().__init__(params, defaults)
-        self._settles_each_group = True
-        self._settle_groups()
 
     def _begin(self) -> None:
         """What is neither saved nor copied."""
         self._versions_written: dict[int, tuple[int, int]] = {}
         self._fused_step = FusedStep()
         self._watch = Watch()
-        self._checked_scaling = False
 
     # What Lars and Lamb fill in.
-
-    @abstractmethod
-    def _check_group(self, group: Group) -> None:
-        """Raise if a setting of the group is wrong; derive what depends on several."""
 
     @abstractmethod
     def _decay_and_adapts(self, group: Group, index: int) -> tuple[float, bool]:
@@ -126,10 +119,8 @@ class LayerwiseOptimizer(Optimizer, ABC):
         if any("decays" not in group for group in self.param_groups):
             self._settle_groups()  # a group was added through the optimizer this one replaced
         compiling = torch.compiler.is_compiling()  # what looks around would break the graph
-        if not self._checked_scaling and not compiling:
-            self._checked_scaling = True
-            if getattr(self, "grad_scale", None) is None:
-                refuse_scaled_gradients(self)
+        if not compiling:
+            self._check_scaling_once()
         if self._uses_kernels():
             self._fused_step(self)
         else:
@@ -166,21 +157,19 @@ class LayerwiseOptimizer(Optimizer, ABC):
         found_inf = getattr(self, "found_inf", None)
         skipped = found_inf is not None and bool(found_inf)
         buckets = [] if skipped else self._buckets()
-        if skipped or (buckets and not self._unscale_and_clip(buckets)):
-            if self._watch.wants:  # a step without ratios, as one that kernels left out
-                nothing = torch.empty(0, dtype=torch.float64, device=self.param_groups[0]["params"][0].device)
-                self._watch.record(Entry([], nothing), self._read_ratios)
+        if not buckets and not skipped:
+            return
+        if skipped or not self._unscale_and_clip(buckets):
+            self._observe([])
             return
         measure(buckets, self._direct)
-        entries = []
+        found = []
         for bucket in buckets:
             ratios = self._move(bucket)
             self._copy_masters(bucket)
-            if ratios is not None and self._watch.wants:
-                entries.append(Entry(bucket.numbers, ratios.to(buckets[0].weights[0].device, torch.float64)))
-        if entries:
-            numbers = [number for entry in entries for number in entry.numbers]
-            self._watch.record(Entry(numbers, torch.cat([entry.values for entry in entries])), self._read_ratios)
+            if ratios is not None:
+                found.append(Entry(bucket.numbers, ratios))
+        self._observe(found)
 
     def _unscale_and_clip(self, buckets: Sequence[Bucket]) -> bool:
         """Measure and shorten the gradients; False if the step is left out."""
@@ -283,13 +272,23 @@ class LayerwiseOptimizer(Optimizer, ABC):
         """Collect the trust ratios of every step, and hand them out every so many; None stops it."""
         if every is not None:
             check_count("every", every, usual="100 is usual, None stops it")
-        self._watch.every = every
-        self._watch.latest = None
+        self._watch.begin(every)
 
     @property
     def trust_ratios(self) -> TrustRatios | None:
         """The ratios handed out last; None if ``observe_trust_ratios`` has not had its steps yet."""
         return self._watch.latest
+
+    def _observe(self, found: Sequence[Entry]) -> None:
+        """Hand the ratios of a step over; one that was left out has none, and counts all the same."""
+        if not self._watch.wants:
+            return
+        # The same at each step, since those of several are joined.
+        device = next((parameter.device for *_, parameter in self._places()), torch.device("cpu"))
+        numbers = [number for entry in found for number in entry.numbers]
+        values = [torch.empty(0, dtype=torch.float64, device=device)]
+        values += [entry.values.to(device, torch.float64) for entry in found]
+        self._watch.record(Entry(numbers, torch.cat(values)), self._read_ratios)
 
     def _read_ratios(self, entries: Sequence[Entry]) -> TrustRatios:
         adapted = [number for number, group, index, _ in self._places() if self._decay_and_adapts(group, index)[1]]
@@ -304,23 +303,6 @@ class LayerwiseOptimizer(Optimizer, ABC):
         return [group.get("zero_norm_lr_ratio", 1.0) for _, group, _, _ in self._places()]
 
     # Groups and exclusions.
-
-    def add_param_group(self, param_group: Group) -> None:
-        """Add a group; its patterns are resolved now, and a group that is refused is not added."""
-        super().add_param_group(param_group)
-        if self._settles_each_group:
-            try:
-                self._settle_groups()
-            except Exception:
-                self.param_groups.pop()
-                raise
-
-    def exclusion_rows(self, setting: str = "exclude_from_weight_decay") -> list[ExclusionRow]:
-        """Per pattern of a setting: how many parameters it took, and the first of their names."""
-        settings = list(self._masks.values())
-        if setting not in settings:
-            raise ValueError(f"{type(self).__name__} has no {setting!r}: ask for one of {', '.join(settings)}.")
-        return settling.rows(self.param_groups, setting)
 
     def exclusion_table(self) -> str:
         """What was excluded from decay, and from adaptation by lists and by the form, as a table to print."""
@@ -338,31 +320,41 @@ class LayerwiseOptimizer(Optimizer, ABC):
         return settling.table(title, parts, counts, of=len(decided))
 
     def _settle_groups(self) -> None:
-        """Check every group, and write the masks its patterns give into it."""
         for group in self.param_groups:
             for name, default in self.defaults.items():
                 group.setdefault(name, default)
             if self._replaced is not None and "decays" not in group:
                 group["fused"] = self.param_groups[0]["fused"]  # added through the replaced one, whose kernels differ
-            settling.check_dtypes(type(self).__name__, group)
-            self._check_group(group)
-            fix_lr_shares(group, "excluded_lr", "zero_norm_lr")
-            self._check_common(group)
-        settling.settle(self.param_groups, self._masks)
+        super()._settle_groups()
+        self._tell_of_idle_rate()
 
-    def _check_common(self, group: Group) -> None:
+    def _check_group(self, group: Group) -> None:
+        fix_lr_shares(group, "excluded_lr", "zero_norm_lr")
         if group["fused"] is not None:
             check_switch("fused", group["fused"])
         check_switch("skip_nonfinite", group["skip_nonfinite"])
         if group["max_grad_norm"] is not None:
             check_number("max_grad_norm", group["max_grad_norm"], above=0, usual="1.0 is usual, None is no limit")
-        for name in self._common:
-            first = self.param_groups[0][name]
-            if group[name] != first:
-                raise ValueError(
-                    f"{name} is said once for all groups, got {first!r} and {group[name]!r}: "
-                    "give it to the optimizer, not to a group."
-                )
+
+    def _known_settings(self) -> list[str]:
+        """Ours and those of the optimizer that is replaced, which stand in the same groups."""
+        return [*super()._known_settings(), *([] if self._replaced is None else self._replaced.defaults)]
+
+    def _state_names(self, group: Group, index: int) -> tuple[str, ...]:  # noqa: ARG002
+        return (*self._buffers, *(("step",) if self._counts_steps else ()))
+
+    def _tell_of_idle_rate(self) -> None:
+        """Say once that nobody moves at ``excluded_lr``; a list of kinds may well take nothing."""
+        rates = [group["excluded_lr"] for group in self.param_groups if group["excluded_lr"] is not None]
+        lists = [group[setting] for group in self.param_groups for setting in self._masks.values()]
+        if not rates or any(lists):
+            return
+        if all(self._decay_and_adapts(group, index)[1] for _, group, index, _ in self._places()):
+            tell_once(
+                "idle excluded_lr",
+                f"excluded_lr={rates[0]!r} is the learning rate of parameters without trust ratio, and here all have "
+                "one: give exclude_from_adaptation or exclude_from_weight_decay, or leave it out.",
+            )
 
     # State dicts.
 

@@ -6,23 +6,31 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.optim import AdamW
-from torch.optim.optimizer import Optimizer, ParamsT, StateDict
+from torch.optim.optimizer import ParamsT, StateDict
 
 from fleetx.optim import settling
-from fleetx.optim.checks import check_count, check_lr, check_number, check_switch
-from fleetx.optim.exclusion import ExclusionRow
-from fleetx.optim.groups import Group, call_it, fix_lr_shares
+from fleetx.optim.checks import check_betas, check_count, check_lr, check_number, check_switch
+from fleetx.optim.excluding import ExcludingOptimizer
+from fleetx.optim.exclusion import Exclusion, ExclusionRow
+from fleetx.optim.groups import Group, call_it, fix_lr_shares, infos
 from fleetx.optim.sharded import is_sharded
+from fleetx.optim.state_dicts import check_saved
 
 OF_MUON = ("momentum", "nesterov", "ns_steps", "adjust_lr_fn")
 OF_ADAMW = ("betas", "eps")
+EMBEDDINGS = ("embedding",)
+"""What is excluded where nobody says anything: this very tuple, so that a message need not quote what nobody wrote."""
+NOT_MATRICES = "not matrices"
 
 
-class Muon(Optimizer):
+class Muon(ExcludingOptimizer):
     """torch's Muon on matrices, torch's AdamW on everything else.
 
     Matrices are parameters of two dimensions that ``exclude_from_muon`` does not take: by default all but embeddings,
     for which orthogonal steps make no sense. Give the name of the output layer too, as Muon's authors advise.
+
+    Weights, momentum and moments have the parameters' dtype, as torch's: fp32 masters of bf16 parameters come with
+    FleetX's ``Step`` and ``minimize``, not with the optimizer alone.
 
     Args:
         params: parameters, groups of them, or ``model.named_parameters()``.
@@ -54,16 +62,16 @@ class Muon(Optimizer):
         >>> print(optimizer.exclusion_table())
         Muon
         without weight decay: 2 of 5 parameters
-          pattern    parameters  such as
-          bias                2  1.bias, 2.bias
+          pattern       parameters  such as
+          bias                   2  1.bias, 2.bias
         moved by AdamW: 4 of 5 parameters
-          pattern    parameters  such as
-          embedding           1  0.weight
-          2.weight            1  2.weight
+          pattern       parameters  such as
+          embedding              1  0.weight
+          2.weight               1  2.weight
+          not matrices           2  1.bias, 2.bias
     """
 
     _masks: ClassVar[settling.Masks] = {"decays": "exclude_from_weight_decay", "orthogonal": "exclude_from_muon"}
-    _settles_each_group = True
     _made: tuple[Any, list[tuple[Any, list[tuple[Group, bool]]]]] | None = None
 
     def __init__(
@@ -80,7 +88,7 @@ class Muon(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         exclude_from_weight_decay: Sequence[str] = (),
-        exclude_from_muon: Sequence[str] = ("embedding",),
+        exclude_from_muon: Sequence[str] = EMBEDDINGS,
     ) -> None:
         if not hasattr(torch.optim, "Muon"):
             raise RuntimeError(
@@ -100,11 +108,7 @@ class Muon(Optimizer):
             "exclude_from_weight_decay": exclude_from_weight_decay,
             "exclude_from_muon": exclude_from_muon,
         }
-        self._rows: dict[str, list[ExclusionRow]] = {}
-        self._settles_each_group = False  # a pattern may take something in the last group only
         super().__init__(params, defaults)
-        self._settles_each_group = True
-        self._settle_groups()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyrefly: ignore[bad-override]
@@ -113,6 +117,8 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if not torch.compiler.is_compiling():
+            self._check_scaling_once()
         for optimizer, origins in self._halves():
             for inner, (group, decays) in zip(optimizer.param_groups, origins, strict=True):
                 inner.update(self._settings(type(optimizer), group, decays))  # schedules change our groups
@@ -151,38 +157,19 @@ class Muon(Optimizer):
 
     @staticmethod
     def _by_muon(group: Group, index: int) -> bool:
-        return group["orthogonal"][index] and group["params"][index].ndim == 2
+        return group["orthogonal"][index] and _is_matrix(group["params"][index])
+
+    def _state_names(self, group: Group, index: int) -> tuple[str, ...]:
+        return ("momentum_buffer",) if self._by_muon(group, index) else ("step", "exp_avg", "exp_avg_sq")
 
     # Groups and exclusions.
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._rows = {}
-        super().__setstate__(state)
-
-    def add_param_group(self, param_group: Group) -> None:
-        """Add a group; its patterns are resolved now, and a group that is refused is not added."""
-        super().add_param_group(param_group)
-        if self._settles_each_group:
-            try:
-                self._settle_groups()
-            except Exception:
-                self.param_groups.pop()
-                raise
-
-    def exclusion_rows(self, setting: str = "exclude_from_weight_decay") -> list[ExclusionRow]:
-        """Per pattern of a setting: how many parameters it took, and the first of their names."""
-        settings = list(self._masks.values())
-        if setting not in settings:
-            raise ValueError(f"Muon has no {setting!r}: ask for one of {', '.join(settings)}.")
-        # Noted when the groups were settled: fp32 masters, which have no names, may stand in the groups by now.
-        return self._rows[setting] if setting in self._rows else settling.rows(self.param_groups, setting)
 
     def exclusion_table(self) -> str:
         """What has no decay, and what AdamW moves, as a table to print."""
         places = [(group, index) for group in self.param_groups for index in range(len(group["params"]))]
         parts = {
             "without weight decay": self.exclusion_rows(),
-            "moved by AdamW": self.exclusion_rows("exclude_from_muon"),
+            "moved by AdamW": [*self.exclusion_rows("exclude_from_muon"), *self._others()],
         }
         counts = {
             "without weight decay": sum(not group["decays"][index] for group, index in places),
@@ -190,46 +177,62 @@ class Muon(Optimizer):
         }
         return settling.table("Muon", parts, counts, of=len(places))
 
+    def _others(self) -> list[ExclusionRow]:
+        """What AdamW moves though no pattern took it."""
+        if NOT_MATRICES not in self._rows:
+            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+            names = [
+                info.name if info else f"parameter {number}"
+                for number, info in enumerate(infos(self.param_groups))
+                if not _is_matrix(parameters[number])
+            ]
+            self._rows[NOT_MATRICES] = Exclusion((), {NOT_MATRICES: tuple(names)}).rows() if names else []
+        return self._rows[NOT_MATRICES]
+
     def _settle_groups(self) -> None:
-        for group in self.param_groups:
-            settling.check_dtypes("Muon", group)
-            _check_group(group)
-            if cut := [index for index, parameter in enumerate(group["params"]) if is_sharded(parameter)]:
-                raise TypeError(
-                    f"Muon needs whole matrices, and of {call_it(group, cut[0])} each rank holds a part: leave "
-                    "fully_shard out, or use fleetx.optim.Lamb."
-                )
-            fix_lr_shares(group, "adamw_lr")
-        settling.settle(self.param_groups, self._masks)
-        self._rows = {setting: settling.rows(self.param_groups, setting) for setting in self._masks.values()}
+        super()._settle_groups()
+        self._others()  # noted now, as all rows
+
+    def _check_group(self, group: Group) -> None:
+        _check_embeddings_known(group)
+        check_lr(group["lr"])
+        check_number("weight_decay", group["weight_decay"], usual="0.1 is usual, 0 is none")
+        check_number("momentum", group["momentum"], below=1, usual="0.95 is usual")
+        check_switch("nesterov", group["nesterov"])
+        check_count("ns_steps", group["ns_steps"], below=100, usual="5 is usual")
+        if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
+            raise ValueError(
+                f"adjust_lr_fn must be 'original' or 'match_rms_adamw', got {group['adjust_lr_fn']!r}: "
+                "leave it out for 'original'."
+            )
+        check_betas(group["betas"])
+        check_number("eps", group["eps"], above=0, usual="1e-8 is usual")
+        fix_lr_shares(group, "adamw_lr")
+        if cut := [index for index, parameter in enumerate(group["params"]) if is_sharded(parameter)]:
+            raise TypeError(
+                f"Muon needs whole matrices, and of {call_it(group, cut[0])} each rank holds a part: leave "
+                "fully_shard out, or use fleetx.optim.Lamb."
+            )
 
     # State dicts.
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load what ``state_dict`` gave; a state trained with other exclusions is refused."""
-        for number, (own, saved) in enumerate(zip(self.param_groups, state_dict["param_groups"], strict=False)):
-            for mask, setting in self._masks.items():
-                if saved.get(mask, own[mask]) != own[mask]:
-                    pairs = enumerate(zip(own[mask], saved[mask], strict=False))
-                    index = next((index for index, (here, there) in pairs if here != there), 0)
-                    raise ValueError(
-                        f"{setting} of this Muon and of the saved state treat {call_it(own, index)} of group {number} "
-                        f"differently: build the Muon with the saved patterns, {saved[setting]!r}."
-                    )
+        check_saved(self, state_dict)
         super().load_state_dict(state_dict)
 
 
-def _check_group(group: Group) -> None:
-    check_lr(group["lr"])
-    check_number("weight_decay", group["weight_decay"], usual="0.1 is usual, 0 is none")
-    check_number("momentum", group["momentum"], below=1, usual="0.95 is usual")
-    check_switch("nesterov", group["nesterov"])
-    check_count("ns_steps", group["ns_steps"], usual="5 is usual")
-    if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
+def _is_matrix(parameter: Tensor) -> bool:
+    return parameter.ndim == 2 and parameter.numel() > 0
+
+
+def _check_embeddings_known(group: Group) -> None:
+    """Where nobody said which matrices AdamW moves, the module must tell which are embeddings."""
+    if group["exclude_from_muon"] is not EMBEDDINGS:
+        return
+    if not all(info is not None and info.kinds_known for info in infos([group])):
         raise ValueError(
-            f"adjust_lr_fn must be 'original' or 'match_rms_adamw', got {group['adjust_lr_fn']!r}: "
-            "leave it out for 'original'."
+            "Muon leaves embeddings to AdamW, and nothing told it which matrices are embeddings: call "
+            "fleetx.names.record(model) before building it (fleet.distributed_model does it), or give "
+            "exclude_from_muon, [] if there are none."
         )
-    for name, beta in zip(("betas[0]", "betas[1]"), group["betas"], strict=True):
-        check_number(name, beta, below=1, usual="(0.9, 0.999) is usual")
-    check_number("eps", group["eps"], above=0, usual="1e-8 is usual")

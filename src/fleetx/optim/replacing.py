@@ -20,14 +20,15 @@ def sharing(cls: type[Ours], wrapped: Optimizer, theirs: tuple[str, ...], settin
     for group in wrapped.param_groups:
         group.pop("fused", None)  # its own choice of kernels says nothing about ours
     try:
-        ours: Any = cls(wrapped.param_groups, **{"lr": wrapped.defaults["lr"], **settings})  # type: ignore[call-arg]
+        ours: Any = cls.__new__(cls, **settings)
+        ours._replaced = wrapped  # before the groups are read, since they hold its settings too
+        ours.__init__(wrapped.param_groups, **{"lr": wrapped.defaults["lr"], **settings})
     except Exception:
         for group, old in zip(wrapped.param_groups, before, strict=True):
             group.clear()
             group.update(old)
         raise
     ours.param_groups = wrapped.param_groups
-    ours._replaced = wrapped
     return ours
 
 

@@ -22,7 +22,8 @@ def refuse_scaled_gradients(optimizer: Optimizer) -> None:
             raise RuntimeError(
                 f"gradients must be unscaled before {kind} takes their norms, and a GradScaler with scale "
                 f"{scaler.get_scale():g} scaled a loss but unscaled nothing: call scaler.step(optimizer) and "
-                "scaler.update() in place of optimizer.step(), or scaler.unscale_(optimizer) before it."
+                "scaler.update() in place of optimizer.step(), or scaler.unscale_(optimizer) before it and "
+                "scaler.update() after it."
             )
 
 

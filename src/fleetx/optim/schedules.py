@@ -14,7 +14,7 @@ from itertools import pairwise
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import Optimizer
 
-from fleetx.optim.checks import check_count, check_number
+from fleetx.optim.checks import ROUNDING, check_count, check_number
 
 Schedule = Callable[[int], float]
 
@@ -136,4 +136,18 @@ def as_scheduler(optimizer: Optimizer, schedule: Schedule) -> LambdaLR:
             f"the first group's lr must be above 0, since other groups keep their ratio to it, got {base!r}: "
             "build the optimizer with the peak learning rate; the schedule decides where it begins."
         )
-    return LambdaLR(optimizer, lambda step: schedule(step) / base)
+    return LambdaLR(optimizer, lambda step: _rate(schedule, step) / base)
+
+
+def _rate(schedule: Schedule, step: int) -> float:
+    rate = schedule(step)
+    try:
+        number = float(rate)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not (math.isfinite(number) and number >= -ROUNDING):
+        raise ValueError(
+            f"a schedule gives learning rates of at least 0, got {rate!r} at update {step}: correct the function, or "
+            "end it with max(0.0, ...)."
+        )
+    return number

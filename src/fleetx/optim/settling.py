@@ -7,14 +7,17 @@ from fleetx.optim.exclusion import Exclusion, ExclusionRow, check_patterns, excl
 from fleetx.optim.groups import DTYPES, Group, call_it, infos
 
 Masks = Mapping[str, str]
-"""The mask that each setting gives; a setting of None follows exclude_from_weight_decay."""
+"""The mask that each setting gives."""
+
+FOLLOWER = "exclude_from_adaptation"
+"""The one setting that may be None: it then follows exclude_from_weight_decay."""
 
 
 def settle(groups: Sequence[Group], masks: Masks) -> None:
     """Check every pattern, and write the masks that they give into the groups."""
     for group in groups:
         for setting in masks.values():
-            if group[setting] is not None:
+            if setting != FOLLOWER or group[setting] is not None:
                 check_patterns(group[setting], setting)
                 group[setting] = list(group[setting])
     for mask, setting in masks.items():

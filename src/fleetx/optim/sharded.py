@@ -56,14 +56,17 @@ def all_norms(lists: Sequence[tuple[Sequence[Tensor], Tensors]]) -> list[Tensor]
         for index, parameter in enumerate(parameters):
             if parts := _parts(parameter):
                 cut.setdefault(parts, []).append((number, index))
+    if not cut:
+        return found
+    # Views of vectors: one operation for each vector, not for each tensor.
+    entries = [list(vector.double().unbind()) for vector in found]
     for parts, places in cut.items():
-        squares = torch.stack([found[number][index].double() for number, index in places]).square_()
+        squares = torch.stack([entries[number][index] for number, index in places]).square_()
         for mesh, dimension in parts:
             dist.all_reduce(squares, group=mesh.get_group(dimension))
-        whole = squares.sqrt_()
-        for value, (number, index) in zip(whole.unbind(), places, strict=True):
-            found[number][index] = value
-    return found
+        for value, (number, index) in zip(squares.sqrt_().unbind(), places, strict=True):
+            entries[number][index] = value
+    return [torch.stack(own).to(vector.dtype) for own, vector in zip(entries, found, strict=True)]
 
 
 def _parts(parameter: Any) -> tuple[Part, ...]:

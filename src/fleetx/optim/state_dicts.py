@@ -10,11 +10,17 @@ from torch.optim.optimizer import Optimizer, StateDict
 
 from fleetx.numbers import LOW_PRECISION
 from fleetx.optim import foreign
+from fleetx.optim.checks import ROUNDING, check_lr
+from fleetx.optim.forms import LAMB_FORMS, LARS_FORMS
 from fleetx.optim.groups import Group, call_it, working_dtype
 from fleetx.optim.sharded import cut_like
 
 if TYPE_CHECKING:
+    from fleetx.optim.excluding import ExcludingOptimizer
     from fleetx.optim.layerwise import LayerwiseOptimizer
+
+# What stands in the groups of one of ours alone.
+MARKS = {"Lars": "lars_coeff", "Lamb": "lamb_weight_decay", "Muon": "orthogonal"}
 
 
 @contextmanager
@@ -25,7 +31,7 @@ def loading(optimizer: "LayerwiseOptimizer") -> Iterator[None]:
 
     def inspect(_: Optimizer, saved: StateDict) -> StateDict:
         saved = _with_all_masks(foreign.converted(optimizer, saved), masks)
-        check_saved(type(optimizer).__name__, groups, saved, masks)
+        check_saved(optimizer, saved, ", or timm's or apex's")
         incoming.append(saved)
         return saved
 
@@ -60,20 +66,88 @@ def _with_all_masks(saved: StateDict, masks: Mapping[str, str]) -> StateDict:
     return {**saved, "param_groups": [completed(group) for group in saved["param_groups"]]}
 
 
-def check_saved(kind: str, groups: list[Group], saved: StateDict, masks: Mapping[str, str]) -> None:
-    """Refuse a state dict of another optimizer, of other exclusions or of another precision.
+def check_saved(optimizer: "ExcludingOptimizer", saved: StateDict, or_others: str = "") -> None:
+    """Refuse a state dict that the optimizer could not continue from, or not in the way it was trained.
 
     Numbers of groups and parameters are left to torch, which checks them next.
     """
-    for number, (own, theirs) in enumerate(zip(groups, saved["param_groups"], strict=False)):
-        for mask, setting in masks.items():
-            if mask not in theirs:
-                raise ValueError(
-                    f"group {number} of this state dict has no {mask!r}, so no {kind} saved it: load a state "
-                    f"that a {kind} saved, or timm's or apex's. The buffers of other optimizers mean other things."
-                )
+    kind = type(optimizer).__name__
+    for number, (own, theirs) in enumerate(zip(optimizer.param_groups, saved["param_groups"], strict=False)):
+        _check_whose(optimizer, number, theirs, or_others)
+        for mask, setting in optimizer._masks.items():
             _check_mask(kind, number, own, theirs, mask, setting)
+        _check_form(kind, number, own, theirs)
         _check_masters(own, theirs, saved)
+    _check_settings(optimizer, saved)
+    _check_states(optimizer, saved)
+
+
+def _check_whose(optimizer: "ExcludingOptimizer", number: int, theirs: Group, or_others: str) -> None:
+    kind = type(optimizer).__name__
+    own_mark = next(MARKS[cls.__name__] for cls in type(optimizer).__mro__ if cls.__name__ in MARKS)
+    missing = [name for name in ("decays", own_mark) if name not in theirs]
+    if missing:
+        saver = next((f", but a {other}" for other, mark in MARKS.items() if mark in theirs), "")
+        raise ValueError(
+            f"group {number} of this state dict has no {missing[0]!r}, so no {kind} saved it{saver}: load a state "
+            f"that a {kind} saved{or_others}. The buffers of other optimizers mean other things."
+        )
+
+
+def _check_settings(optimizer: "ExcludingOptimizer", saved: StateDict) -> None:
+    """Refuse settings that the optimizer would not have been built with."""
+    merged = []
+    for own, theirs in zip(optimizer.param_groups, saved["param_groups"], strict=False):
+        ours = {name: own[name] for name in ("params", "fused") if name in own}
+        group = {**own, **theirs, **ours}
+        check_lr(group["lr"], rounding=ROUNDING)
+        merged.append({**group, "lr": 1.0})  # what follows lr keeps its saved share, where lr ended at 0 too
+    for group in merged:
+        optimizer._check_group(group)
+        optimizer._check_common(group, merged[0])
+
+
+def _check_form(kind: str, number: int, own: Group, theirs: Group) -> None:
+    known = (*LARS_FORMS, *LAMB_FORMS)  # others are refused as settings
+    if "form" in own and theirs.get("form", own["form"]) != own["form"] and theirs["form"] in known:
+        raise ValueError(
+            f"group {number} of this state was trained with form {theirs['form']!r}, and this {kind} has form "
+            f"{own['form']!r}: build the {kind} with form={theirs['form']!r}. To change it on purpose, write "
+            f"{own['form']!r} into the saved group; its other settings stay as they were saved."
+        )
+
+
+def _check_states(optimizer: "ExcludingOptimizer", saved: StateDict) -> None:
+    own_sizes, sizes = (
+        [len(group["params"]) for group in groups] for groups in (optimizer.param_groups, saved["param_groups"])
+    )
+    if own_sizes != sizes:
+        return  # torch says so next
+    for own, theirs in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        for index, key in enumerate(theirs["params"]):
+            if state := saved["state"].get(key):  # without one, a parameter begins anew
+                _check_state(optimizer, own, index, state)
+
+
+def _check_state(optimizer: "ExcludingOptimizer", group: Group, index: int, state: Mapping[str, Any]) -> None:
+    needed = optimizer._state_names(group, index)
+    if missing := [name for name in needed if name not in state]:
+        raise ValueError(
+            f"the saved state of {call_it(group, index)} has no {missing[0]!r}, and {type(optimizer).__name__} "
+            f"continues from {', '.join(map(repr, needed))} together: load a whole state, or remove the parameter's "
+            "entry to begin it anew."
+        )
+    shape = tuple(group["params"][index].shape)
+    for name in (*needed, *(["master"] if "master" in state else [])):
+        value = state[name]
+        fits = isinstance(value, Tensor) and (value.numel() == 1 if name == "step" else tuple(value.shape) == shape)
+        if not fits:
+            rule = "a tensor of one number" if name == "step" else f"a tensor of the parameter's shape {shape}"
+            got = f"one of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise ValueError(
+                f"{name!r} in the saved state of {call_it(group, index)} must be {rule}, got {got}: load the state of "
+                "the same model, or remove the parameter's entry to begin it anew."
+            )
 
 
 def _check_mask(kind: str, number: int, own: Group, theirs: Group, mask: str, setting: str) -> None:

@@ -6,6 +6,7 @@ already queued; whoever reads them waits for that copy alone, and who reads one 
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from itertools import count
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,11 @@ from fleetx.notices import tell_once
 
 FAR = 10.0
 """A raw learning rate this many times the median layer's is told of."""
+
+LOOKS = 10
+"""How many steps are looked at until some layer has a ratio: below a head of zeros, all gradients are zero at first."""
+
+_watches = count()
 
 
 class Spread(NamedTuple):
@@ -49,6 +55,11 @@ class TrustRatios:
             self._event.record()
             values = host
         self._values = values
+
+    @property
+    def layers(self) -> int:
+        """How many parameters have a ratio."""
+        return len(self._adapted)
 
     @property
     def ready(self) -> bool:
@@ -91,7 +102,7 @@ class TrustRatios:
         }
 
     def __repr__(self) -> str:
-        return f"TrustRatios(steps={self.steps}, layers={len(self._adapted)})"
+        return f"TrustRatios(steps={self.steps}, layers={self.layers})"
 
 
 class Watch:
@@ -101,14 +112,24 @@ class Watch:
         self.every: int | None = None
         self.latest: TrustRatios | None = None
         self._entries: list[Entry] = []
+        # What the first steps tell of layers without length.
         self._first: TrustRatios | None = None
         self._looking = True
+        self._looks = 0
+        self._zeros: dict[int, float] = {}
+        self._number = next(_watches)  # each optimizer is told of
 
     @property
     def wants(self) -> bool:
         """Whether the ratios of this step are asked for."""
         looking = self._looking and self._first is None and not torch.compiler.is_compiling()
         return self.every is not None or looking
+
+    def begin(self, every: int | None) -> None:
+        """Hand out every so many steps from now on; what was collected before is dropped."""
+        self.every = every
+        self.latest = None
+        self._entries = []
 
     def record(self, entry: Entry, read: Callable[[Sequence[Entry]], TrustRatios]) -> None:
         """Take the ratios of one step."""
@@ -122,23 +143,29 @@ class Watch:
             self._entries = []
 
     def tell_of_zeros(self, raw: Callable[[], list[float]], names: Callable[[], list[str]]) -> None:
-        """Say once, as soon as the first ratios have arrived, if layers without length step far beyond the others."""
+        """Say once, as soon as the first ratios have arrived, if layers without length stepped far beyond the others.
+
+        Where no layer has a ratio yet, the next step is looked at: what the layers get then is what they should have.
+        """
         if self._first is None or not self._first.ready:
             return
         ratios = {number: values[0] for number, values in self._first.by_number().items()}
-        self._first = None
-        self._looking = not ratios  # if the step was left out, look at the next
         raws = raw()
-        zeros = [number for number, ratio in ratios.items() if abs(ratio - raws[number]) <= 1e-6 * ratio]
-        others = [ratio for number, ratio in ratios.items() if number not in set(zeros)]
-        if not zeros or not others:
+        zeros = {number: ratio for number, ratio in ratios.items() if abs(ratio - raws[number]) <= 1e-6 * ratio}
+        others = [ratio for number, ratio in ratios.items() if number not in zeros]
+        self._zeros |= zeros
+        self._looks += bool(ratios)  # a step that was left out has none
+        self._looking = self._first.layers > 0 and not others and self._looks < LOOKS
+        self._first = None
+        if not self._zeros or not others:
             return
-        times = max(ratios[number] for number in zeros) / statistics.median(others)
+        times = max(self._zeros.values()) / statistics.median(others)
         if times > FAR:
-            first = names()[zeros[0]]
+            called = [names()[number] for number in sorted(self._zeros)]
+            last = f", {called[-1]} last" if len(called) > 1 else ""  # where a head of zeros is
             tell_once(
-                f"zero-norm {first}",
-                f"{len(zeros)} layers ({first} first) have weights or gradients of length zero and moved at the "
-                f"learning rate itself, {times:,.0f} times that of the median layer. Give zero_norm_lr, a learning "
+                f"zero-norm {self._number}",
+                f"{len(called)} layers ({called[0]} first{last}) have weights or gradients of length zero and moved at "
+                f"the learning rate itself, {times:,.0f} times that of the median layer. Give zero_norm_lr, a learning "
                 "rate for such steps, or exclude them from adaptation and give excluded_lr.",
             )

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fleetx.memory import applied_to
+from fleetx.planner.allocator import with_others
 from fleetx.planner.blocks import find_blocks
 from fleetx.planner.budget import budget_on
 from fleetx.planner.costs import Profile
@@ -73,7 +74,8 @@ def plan(
     profile = measure(
         feeding, sample, checkpoints, optimizer=optimizer, compile=compile, bandwidth=bandwidth, cached=cached
     )
-    profile = replace(profile, notes=(*profile.notes, *notes))
+    fixed = with_others(profile.fixed, model, optimizer, sample, feeding.device)
+    profile = replace(profile, fixed=fixed, notes=(*profile.notes, *notes))
 
     def make(profile: Profile) -> Plan:
         return plan_for(profile, memory=budget, global_batch=batch, host_memory=cap, one_forward=one_forward, even=even)

@@ -18,7 +18,7 @@ from fleetx.planner.feeding import Feeding
 from fleetx.slicing import Batch, map_tensors
 from fleetx.version import __version__
 
-FORMAT = 2
+FORMAT = 3
 
 
 def folder() -> Path:

@@ -39,6 +39,24 @@ class Line(NamedTuple):
 NOTHING = Line()
 
 
+class Reserve(NamedTuple):
+    """What an allocator takes for tensors: so much for each of their bytes, and so much at all events."""
+
+    factor: float = 1.0
+    more: int = 0
+
+    def of(self, used: int) -> int:
+        """The bytes that it reserves for so many in use."""
+        return math.ceil(used * self.factor) + self.more
+
+    def leaves(self, memory: int) -> int:
+        """What tensors may take of it."""
+        return max(0, int((memory - self.more) / self.factor))
+
+
+EXACTLY = Reserve()
+
+
 @dataclass(frozen=True)
 class OptionCost:
     """One state of a segment; see `chain.Option`."""
@@ -88,7 +106,7 @@ class Profile:
     update_seconds: float = 0.0
     update_bytes: int = 0
     bandwidth: float = 0.0  # bytes per second to the host and back, while computing; 0: nothing is sent
-    reserve: float = 1.0  # bytes that the allocator reserves for each that is in use
+    reserve: Reserve = EXACTLY
     sizes: tuple[int, int] = (1, 2)  # micro-batches at which it was measured
     device: str = ""
     compiled: bool = False
@@ -99,7 +117,7 @@ class Profile:
 
     def corrected(self, micro_batch: int, missing: int) -> "Profile":
         """The same, after a real step took so many bytes more than was predicted."""
-        more = self.unexplained.per_sample + missing / self.reserve / micro_batch
+        more = self.unexplained.per_sample + missing / self.reserve.factor / micro_batch
         return replace(self, unexplained=Line(0.0, more))
 
     def chain(self, micro_batch: int, *, merged: bool = True) -> Chain:
@@ -144,6 +162,7 @@ class Profile:
         """From what JSON gave; anything missing or unknown raises."""
         line_names = ("tail_bytes", "tail_forward_seconds", "tail_backward_seconds", "batch_bytes", "unexplained")
         made: dict[str, Any] = dict(values) | {name: Line(*values[name]) for name in line_names}
+        made["reserve"] = Reserve(*values["reserve"])
         made["segments"] = tuple(_segment(one) for one in values["segments"])
         made |= {name: tuple(values[name]) for name in ("sizes", "notes", "gradient_parts")}
         return cls(**made)

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from fleetx import memory
 from fleetx.memory import Applied, Segment, offload
 from fleetx.planner import cache, link
+from fleetx.planner.allocator import let_segments_grow, reserve_on
 from fleetx.planner.chain import State
 from fleetx.planner.costs import Line, OptionCost, Profile, SegmentCost
 from fleetx.planner.feeding import Feeding, bytes_per_sample, placed, resized
@@ -65,6 +66,7 @@ def measure(
     `sizes`: the two micro-batches to measure at; chosen by what the device does with them if not given. `bandwidth`:
     of the host link, measured if not given. `cached`: looked up on disk, and kept there.
     """
+    let_segments_grow(feeding.device)
     states = states or (COMPILED_STATES if compile else STATES)
     settings = {"optimizer": _described(optimizer), "compile": compile, "states": list(states)}
     settings |= {"sizes": sizes, "bandwidth": bandwidth}
@@ -143,7 +145,7 @@ class _Measuring:
             update_seconds=update.seconds,
             update_bytes=update.working_bytes,
             bandwidth=rate,
-            reserve=1.03 if device.type == "cuda" else 1.0,
+            reserve=reserve_on(device),
             sizes=sizes,
             device=cache.device_name(device),
             compiled=self.compile,

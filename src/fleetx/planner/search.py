@@ -119,7 +119,7 @@ class Search:
 
     def usable(self, memory: int) -> int:
         """What tensors may take of a budget that the allocator is to reserve."""
-        return int(memory / self.profile.reserve)
+        return self.profile.reserve.leaves(memory)
 
     def _seconds(self, cut: Cut, chain: Chain, solution: Solution) -> float:
         longer = (cut.k_steps - cut.shorter) * evaluate(chain, solution.choice).seconds
@@ -140,7 +140,7 @@ class Search:
         """The smallest budget for which there is a plan."""
         least = [least_memory(self.chain(cut.micro_batch), self.host_memory) for cut in self.cuts]
         known = [one for one in least if one is not None]
-        return math.ceil(min(known) * self.profile.reserve) if known else None
+        return self.profile.reserve.of(min(known)) if known else None
 
     def largest_micro_batch(self, memory: int) -> int:
         """How many samples fit in one forward, at most."""
@@ -193,7 +193,7 @@ def plan_for(
         alone = next((one for one in found if one.cut == whole), None) or search.at(whole, memory)
     chain = search.chain(best.cut.micro_batch)
     cost = evaluate(chain, best.solution.choice)
-    peak = math.ceil(cost.peak * profile.reserve)
+    peak = profile.reserve.of(cost.peak)
     by_kind = cost.peak_by_kind | {"allocator": peak - cost.peak}
     return Plan(
         micro_batch=best.cut.micro_batch,
@@ -232,7 +232,7 @@ def _states(chain: Chain, solution: Solution) -> tuple[State, ...]:
 def _runner_up(search: Search, found: Found) -> RunnerUp:
     chain, cut = search.chain(found.cut.micro_batch), found.cut
     words = summary(_states(chain, found.solution))
-    peak = math.ceil(found.solution.peak * search.profile.reserve)
+    peak = search.profile.reserve.of(found.solution.peak)
     return RunnerUp(cut.micro_batch, cut.k_steps, search.global_batch / found.seconds, peak, words)
 
 
@@ -281,7 +281,7 @@ def _reason(
 
 
 def _amount(search: Search, least: int) -> str:
-    return f"at least {format_bytes(math.ceil(least * search.profile.reserve))}"
+    return f"at least {format_bytes(search.profile.reserve.of(least))}"
 
 
 def _repeats(search: Search, found: Found) -> str:

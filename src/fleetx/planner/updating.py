@@ -32,6 +32,16 @@ def fixed_bytes(model: nn.Module, update: UpdateCost) -> dict[str, int]:
     }
 
 
+def tensors_of(model: nn.Module, optimizer: Optimizer | None) -> list[Tensor]:
+    """Weights, buffers, and what an optimizer keeps."""
+    if optimizer is None:
+        return [*model.parameters(), *model.buffers()]
+    states = [value for state in optimizer.state.values() if isinstance(state, dict) for value in state.values()]
+    kept = [value for value in states if isinstance(value, Tensor)]
+    moved = [parameter for group in optimizer.param_groups for parameter in group["params"]]  # masters, maybe
+    return [*model.parameters(), *model.buffers(), *moved, *kept]
+
+
 def cost_of_update(model: nn.Module, optimizer: Optimizer | None) -> UpdateCost:
     """Tried with an optimizer of the same kind on a scratch parameter; the real one is not touched."""
     trained = [p for p in model.parameters() if p.requires_grad]

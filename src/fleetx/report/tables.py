@@ -68,7 +68,7 @@ def optim_table(result: Result) -> str:
         for figures in families.values()
         for name, milliseconds in figures["median_ms"].items()
     ]
-    return _table(("parameters", "step", "ms", "of the peer", "host, ms"), rows) + _origin(result)
+    return _table(("parameters", "step", "ms", "times the peer", "host, ms"), rows, texts=2) + _origin(result)
 
 
 def memory_table(result: Result) -> str:
@@ -120,6 +120,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "loading": ("loading.json", loading_table),
     "train": ("train.json", train_table),
     "memory": ("memory.json", memory_table),
+    "optim": ("optim.json", optim_table),
 }
 
 

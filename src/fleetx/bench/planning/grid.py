@@ -91,4 +91,4 @@ def _may_fit(profile: Profile, size: int, merged: bool, states: Sequence[State],
         if not numbers:
             return False
         choice.append(numbers[0])
-    return evaluate(chain, choice).peak * profile.reserve <= memory * _WORTH_A_TRY
+    return profile.reserve.of(evaluate(chain, choice).peak) <= memory * _WORTH_A_TRY

@@ -1,0 +1,29 @@
+"""What a worker does around its script, in a process of its own."""
+
+import os
+import subprocess
+import sys
+
+ENVIRONMENT = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+FAILS = """
+import atexit, sys
+atexit.register(lambda: print("known as", type(getattr(sys, "last_value", None)).__name__))
+raise KeyError("no such thing")
+"""
+
+
+def run(tmp_path, text):
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    command = [sys.executable, "-m", "fleetx.launch.worker", str(script)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | ENVIRONMENT)
+
+
+def test_exit_functions_can_tell_that_the_script_has_failed(tmp_path):
+    """An asynchronous save, say, which then does not wait for others for long."""
+    done = run(tmp_path, FAILS)
+    assert done.returncode == 1
+    assert done.stdout == "known as KeyError\n"
+    assert done.stderr.count("Traceback") == 1
+    assert "launch" not in done.stderr
