@@ -59,7 +59,7 @@ def test_the_import_costs_little_more_than_torch():
         python("-c", f"import {module}")
         return time.perf_counter() - began
 
-    ratios = [seconds("fleetx") / seconds("torch") for _ in range(5)]
+    ratios = [seconds("fleetx") / seconds("torch") for _ in range(3)]
     assert statistics.median(ratios) < 1.3
 
 

@@ -218,8 +218,22 @@ def test_fetched_memory_is_let_go_when_it_was_used():
     assert min(most) > 3
 
 
-def test_the_size_of_segments_is_learned():
-    applied = memory.apply(model := stack(), CUTS)
-    model(torch.randn(BATCH, WIDTH)).sum().backward()
-    sizes = [learned.size / ONE for learned in applied.experience.segments]
-    assert sizes == pytest.approx([27, 27, 27, 27], abs=1)
+@pytest.mark.parametrize(
+    ("states", "checkpoints", "activations"),
+    [
+        ([("inputs", "device")], 4, 0),
+        ([("everything", "device")], 0, 4 * 27),
+        ([("inputs", "device"), ("everything", "device")], 2, 2 * 27),
+        ([("inputs", "host")], 1, 0),
+    ],
+)
+def test_what_segments_hold_is_known_by_kind(states, checkpoints, activations):
+    memory.apply(model := stack(), cycled(CUTS, states))
+    for _ in range(2):
+        loss = model(torch.randn(BATCH, WIDTH)).sum()
+        held = memory.resident_on(torch.device("cpu"))
+        loss.backward()
+    assert held.checkpoints / ONE == pytest.approx(checkpoints, abs=1)
+    assert held.activations / ONE == pytest.approx(activations, abs=2)
+    del loss
+    assert memory.resident_on(torch.device("cpu")) == (0, 0)

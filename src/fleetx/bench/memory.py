@@ -2,7 +2,8 @@
 
 All rows of a model do the same arithmetic on the same data: bf16 autocast over fp32 weights, the attention mask, both
 losses, a fused optimizer. Rows run one after the other in one process, since most fill the memory; the reference is
-measured again at the end, so that a machine that slowed down is seen.
+measured again at the end, so that a machine that slowed down is seen. A GPU that works for seconds lowers its clock, so
+every row runs for a while before it is timed, long steps and short ones alike.
 """
 
 import gc
@@ -54,14 +55,14 @@ def layers(count: int, *states: tuple[int, dict[str, Any]]) -> tuple[Segment, ..
     return tuple(Segment(f"bert.encoder.layer.{index}", **way) for index, way in zip(range(count), ways, strict=True))
 
 
-def measure(case: Case, row: Row, device: str, *, rounds: int | None = None, warmup: int = 2) -> dict[str, Any]:
-    """Samples per second and peak memory of a row; or why it could not run. Rounds: about four seconds of them."""
+def measure(case: Case, row: Row, device: str, *, warm_s: float = 4.0, timed_s: float = 8.0) -> dict[str, Any]:
+    """Samples per second and peak memory of a row, timed for so long; or why it could not run."""
     free()
     if device == "cuda" and row.cap is not None:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(row.cap * GIB / total, 1.0))
     try:
-        return _measure(case, row, device, rounds, warmup)
+        return _measure(case, row, device, warm_s, timed_s)
     except (torch.OutOfMemoryError, MemoryError) as error:
         return {"failed": " ".join([str(error).split(".")[0] + ".", *getattr(error, "__notes__", [])])}
     finally:
@@ -69,36 +70,38 @@ def measure(case: Case, row: Row, device: str, *, rounds: int | None = None, war
             torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def _measure(case: Case, row: Row, device: str, rounds: int | None, warmup: int) -> dict[str, Any]:
+def _measure(case: Case, row: Row, device: str, warm_s: float, timed_s: float) -> dict[str, Any]:
     torch.manual_seed(0)
     model = placed(make(case), case, device)
     optimizer = optimizer_for(case, model.parameters())
     batch = synthetic_batch(case, device, row.batch)
     applied = _prepare(model, row)
     step = _stepper(model, optimizer, batch, row, device)
-    began = last = time.perf_counter()
     with _budget(row):  # compiled when it first runs
-        for _ in range(warmup):
-            last = time.perf_counter()
-            step()
-    ready = time.perf_counter() - began
-    rounds = rounds or min(20, max(5, round(4 / (time.perf_counter() - last))))
+        ready = sum(_timed(step, 0.0, at_least=2))
+    _timed(step, warm_s)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     before = applied.statistics() if applied else {}
-    seconds = []
-    for _ in range(rounds):
-        began = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - began)
+    seconds = _timed(step, timed_s, at_least=5 if timed_s else 1)
     after = applied.statistics() if applied else {}
     return {
         "samples_per_s": row.batch / statistics.median(seconds),
         "seconds": seconds,
         "seconds_to_be_ready": ready,
         **_peak(device),
-        **_moved(before, after, rounds),
+        **_moved(before, after, len(seconds)),
     }
+
+
+def _timed(step: Callable[[], None], in_all: float, at_least: int = 0) -> list[float]:
+    """The seconds of steps, until they have taken so long together."""
+    seconds: list[float] = []
+    while len(seconds) < at_least or sum(seconds) < in_all:
+        began = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - began)
+    return seconds
 
 
 def _stepper(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fleetx import memory
 from fleetx.strategy import DistributedStrategy
 from fleetx.units import format_bytes
 
@@ -32,11 +33,15 @@ def explain(
         "gradients, when all are there": sum(p.numel() * max(p.element_size(), 4) for p in trained),
         "optimizer state": _bytes(_tensors(optimizer.state)),
     }
-    on_gpu = bool(parameters) and parameters[0].is_cuda
-    peak = torch.cuda.max_memory_allocated(parameters[0].device) if on_gpu else 0
-    activations = max(peak - sum(resident.values()), 0)
-    if on_gpu:
-        resident["activations, checkpoints and temporaries at the peak"] = activations
+    device = parameters[0].device if parameters else torch.device("cpu")
+    held = memory.resident_on(device)
+    if held.checkpoints or held.activations:
+        resident |= {"checkpoints": held.checkpoints, "activations kept by segments": held.activations}
+    activations = sum(held)
+    if device.type == "cuda":
+        rest = max(torch.cuda.max_memory_allocated(device) - sum(resident.values()), 0)
+        resident["other activations, and what was there for a moment"] = rest
+        activations += rest
     lines = [
         "FleetX: memory ran out" + (f" with a micro-batch of {samples} samples" if samples else "") + ".",
         *(f"  {kind}: {format_bytes(size)}" for kind, size in resident.items()),

@@ -2,6 +2,17 @@
 
 from fleetx.memory.applying import Applied, applied_to, apply, outputs
 from fleetx.memory.parts import compile_parts
+from fleetx.memory.resident import Resident, resident_on
 from fleetx.memory.states import DEAR_KINDS, Segment
 
-__all__ = ["DEAR_KINDS", "Applied", "Segment", "applied_to", "apply", "compile_parts", "outputs"]
+__all__ = [
+    "DEAR_KINDS",
+    "Applied",
+    "Resident",
+    "Segment",
+    "applied_to",
+    "apply",
+    "compile_parts",
+    "outputs",
+    "resident_on",
+]

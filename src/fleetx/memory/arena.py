@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -157,7 +156,6 @@ class HostArena:
         self._require_room(amount)
         slab = Slab(_pages(amount), [(0, amount)])
         if self.pin_for is not None:
-            slab.memory.zero_()  # by all threads: registering brings in untouched pages one by one
             _register(slab.memory)
             # Also when nobody releases the arena: memory that is given back registered can never be registered again.
             slab.unpin = weakref.finalize(slab, _unregister, slab.memory.data_ptr(), self.pin_for)
@@ -181,11 +179,7 @@ class HostArena:
 
 def _pages(amount: int) -> Tensor:
     """Memory on pages of its own: CUDA registers pages, and refuses one that another slab has a part of."""
-    pages = mmap.mmap(-1, amount)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel may be without them
-            pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(-1, amount), dtype=torch.uint8)
 
 
 def _cudart() -> Any:

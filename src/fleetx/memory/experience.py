@@ -24,7 +24,6 @@ class Learned:
     """What earlier forwards showed of a segment."""
 
     state: Segment
-    size: int = 0  # bytes that autograd would save
     saves: int = 0  # tensors that autograd saved
     lost: int = 0  # how often in a row it could not be repeated
     fills_late: bool = False  # whether something in it is saved first and filled then

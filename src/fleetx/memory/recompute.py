@@ -68,6 +68,14 @@ class Enough(Exception):  # noqa: N818 - not an error
     """Everything that was asked for has been computed."""
 
 
+_alive: "weakref.WeakSet[Frame]" = weakref.WeakSet()
+
+
+def frames_alive() -> list["Frame"]:
+    """The segments of all forwards whose backward may still come."""
+    return list(_alive)
+
+
 class Frame:
     """A segment in one forward."""
 
@@ -89,6 +97,7 @@ class Frame:
         self.lost = ""  # what happened that cannot be repeated
         self._again: dict[int, dict[int, tuple[Tensor, int]]] = {}
         self._lock = threading.RLock()
+        _alive.add(self)
 
     def pack(self, tensor: Tensor) -> Saved:
         """Autograd saves this tensor."""
@@ -107,11 +116,9 @@ class Frame:
         if self.offloader is not None:
             self.offloader.prefetch(self.number)
 
-    def bytes_saved(self) -> int:
-        """What the saved tensors take, those counted once that share memory."""
-        tensors = [saved.tensor for saved in self.saved if saved.tensor is not None]
-        storages = {pointer_of(t): t.untyped_storage().nbytes() for t in tensors if pointer_of(t) is not None}
-        return sum(storages.values())
+    def tensors_again(self) -> list[Tensor]:
+        """What was computed again and not yet used."""
+        return [tensor for tensors in list(self._again.values()) for tensor, _ in list(tensors.values())]
 
     # When the segment ends --------------------------------------------------------------------------------
 

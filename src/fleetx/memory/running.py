@@ -125,8 +125,6 @@ class Run:
         learned = self._learned(segment)
         self.seen.append(learned)
         learned.saves = len(frame.looks)
-        if self.is_first:  # counting takes its time, so it is done once
-            learned.size = frame.bytes_saved()
         self._settle(frame, learned)
         self.frame = self._open()
 
