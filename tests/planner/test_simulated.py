@@ -1,5 +1,8 @@
 """Plans on a device of stated size that counts real tensors: what was planned for a budget never needs more."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -56,3 +59,12 @@ def test_a_device_that_is_smaller_than_the_plan_runs_out_of_memory():
     plan = fleetx.plan(model, sample, memory="4MiB", optimizer=optimizer, global_batch=16, bandwidth=0.0)
     ran = Runner(Feeding(model), sample, optimizer).run(plan, plan.peak // 2)
     assert "the simulated device has" in ran.failed
+
+
+def test_a_model_that_was_planned_can_be_forgotten():
+    model, sample, _ = gpt()
+    fleetx.plan(model, sample, memory="4MiB", global_batch=16, bandwidth=1e9, verify=True)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None

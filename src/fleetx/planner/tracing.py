@@ -77,14 +77,13 @@ def trace(feeding: Feeding, sample: Batch) -> Trace:
     model = feeding.model
     seen = Trace()
     open_calls: list[Call] = []
-    counted: dict[int, Any] = {}
-    known = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()] if _has_memory(t)}
+    saved = _SavedBytes([*model.parameters(), *model.buffers()])
     clock = 0
 
     def enter(module: nn.Module, args: Any, kwargs: Any, name: str) -> None:
         nonlocal clock
         reads = tuple(t.grad_fn for t in tensors_in((args, kwargs)) if t.grad_fn is not None)
-        call = Call(name, module, len(open_calls), clock, seen.saved, reads=reads)
+        call = Call(name, module, len(open_calls), clock, saved.total, reads=reads)
         clock += 1
         seen.calls.append(call)
         open_calls.append(call)
@@ -92,19 +91,10 @@ def trace(feeding: Feeding, sample: Batch) -> Trace:
     def leave(_module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
         nonlocal clock
         call, given = open_calls.pop(), tensors_in(output)
-        call.ends, call.saved = clock, seen.saved - call.saved_before
+        call.ends, call.saved = clock, saved.total - call.saved_before
         call.gives = tuple(t.grad_fn for t in given if t.grad_fn is not None)
         call.shapes = tuple(tuple(t.shape) for t in given)
         clock += 1
-
-    def pack(tensor: Tensor) -> None:
-        if _has_memory(tensor):
-            storage = tensor.untyped_storage()
-            place = storage.data_ptr()
-            if place not in known and place not in counted:
-                # Forgotten when the memory is freed, since it may then be another tensor's.
-                counted[place] = weakref.ref(storage, lambda _: counted.pop(place, None))
-                seen.saved += storage.nbytes()
 
     handles: list[Any] = []
     seen.samples = 2  # batch norms refuse one
@@ -115,13 +105,37 @@ def trace(feeding: Feeding, sample: Batch) -> Trace:
             handles.append(module.register_forward_pre_hook(entering, with_kwargs=True))
             handles.append(module.register_forward_hook(leave, with_kwargs=True))
         try:
-            with torch.autograd.graph.saved_tensors_hooks(pack, _never):
+            with torch.autograd.graph.saved_tensors_hooks(saved.count, _never):
                 seen.loss = feeding.loss(batch)
         finally:
             for handle in handles:
                 handle.remove()
     seen.calls = [call for call in seen.calls if call.ends >= 0]
+    seen.saved = saved.total
     return seen
+
+
+class _SavedBytes:
+    """Counts what autograd saves beside the model's own tensors.
+
+    By itself: the graph has hold of it, and the trace of the graph. If it knew the trace, nobody could ever free them.
+    """
+
+    def __init__(self, known: list[Tensor]) -> None:
+        self.total = 0
+        self._known = {tensor.untyped_storage().data_ptr() for tensor in known if _has_memory(tensor)}
+        self._counted: dict[int, Any] = {}
+
+    def count(self, tensor: Tensor) -> None:
+        """Autograd saves a tensor."""
+        if _has_memory(tensor):
+            storage = tensor.untyped_storage()
+            place = storage.data_ptr()
+            if place not in self._known and place not in self._counted:
+                # Forgotten when the memory is freed, since it may then be another tensor's.
+                counted = self._counted
+                counted[place] = weakref.ref(storage, lambda _: counted.pop(place, None))
+                self.total += storage.nbytes()
 
 
 def _never(_: Any) -> Tensor:
