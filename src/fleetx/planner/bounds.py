@@ -28,6 +28,7 @@ class Bound:
     host_most: float
     host_price: float
     rest: Floats  # for each segment: at these prices, the least of all from there on
+    quickest: Floats  # for each segment: the seconds of all from there on, if bytes cost nothing
     least: float  # seconds of options that every choice takes
 
     def priced(self, states: States, next_segment: int) -> Floats:
@@ -35,6 +36,8 @@ class Bound:
         seconds = states.seconds + self.rest[next_segment] + self.host_price * (states.host - self.host_most)
         if next_segment <= self.pivot:
             seconds = seconds + self.kept_price * (states.kept - self.kept_most)
+        # Where there are bytes to spare, prices promise too much.
+        seconds = np.maximum(seconds, states.seconds + self.quickest[next_segment])
         return np.where(self._fits(states), seconds, np.inf)
 
     def _fits(self, states: States) -> Mask:
@@ -100,9 +103,14 @@ def _at(
     host_price = _crossing(lambda price: chosen(best_kept(price), price)[2], dearest, 16)
     kept_price = best_kept(host_price)
     least, _, _ = chosen(kept_price, host_price)
-    rest = np.append(np.cumsum(least[kinds.kind][::-1])[::-1], 0.0)
-    value = float(rest[0]) - kept_price * kept_most - host_price * host_most
-    return Bound(available, cap, pivot, kept_most, kept_price, host_most, host_price, rest, value)
+    rest, quickest = (_from_each_on(one[kinds.kind]) for one in (least, kinds.seconds.min(axis=1)))
+    value = max(float(rest[0]) - kept_price * kept_most - host_price * host_most, float(quickest[0]))
+    return Bound(available, cap, pivot, kept_most, kept_price, host_most, host_price, rest, quickest, value)
+
+
+def _from_each_on(values: Floats) -> Floats:
+    """The sums of all that follow, each included; and 0 at the end."""
+    return np.append(np.cumsum(values[::-1])[::-1], 0.0)
 
 
 def _kinds(chain: Chain, pivot: int) -> _Kinds:

@@ -15,7 +15,8 @@ from fleetx.units import format_bytes, parse_bytes
 GIB = 2**30
 _RUNNERS_UP = 3
 _MANY = 60  # segments, from which on only promising slicings are searched thoroughly
-_QUICK, _THOROUGH = (20,), (120, 300)  # widths of searches in long chains
+_QUICK, _LONG = (20,), (120, 300)  # widths of searches in long chains: of all slicings, and of the fastest
+_WIDE = (120, 3000, 12000)  # and in others, of slicings that may hold something faster
 _ROUNDED = 1 + 1e-9
 _FINER = 1.25  # ratio of neighbouring micro-batches among those that do not divide the global batch
 
@@ -95,11 +96,21 @@ class Search:
         return _sorted(found)
 
     def thoroughly(self, found: list[Found], memory: int) -> list[Found]:
-        """The same slicings; of a long chain the fastest one is searched on."""
-        if not self.is_long:
-            return found
-        better = self.at(found[0].cut, memory, widths=_THOROUGH)
-        return found if better is None or better.seconds > found[0].seconds * _ROUNDED else [better, *found[1:]]
+        """The same slicings, those searched on in which something faster than all these may be left."""
+        fastest, improved = found[0].seconds, []
+        for number, one in enumerate(found):
+            is_open = self.at_least(one) < fastest / _ROUNDED
+            if is_open and not (self.is_long and number):
+                one = self._improved(one, memory)
+                fastest = min(fastest, one.seconds)
+            improved.append(one)
+        return _sorted(improved)
+
+    def _improved(self, one: Found, memory: int) -> Found:
+        better = self.at(one.cut, memory, widths=_LONG if self.is_long else _WIDE)
+        if better is None or better.seconds > one.seconds * _ROUNDED:
+            return one
+        return better
 
     def at(
         self, cut: Cut, memory: int, faster_than: float = math.inf, widths: tuple[int, ...] | None = None
