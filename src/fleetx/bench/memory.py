@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from fleetx import memory
 from fleetx.bench.train import Case, make, optimizer_for, placed, synthetic_batch
 from fleetx.memory import Segment
+from fleetx.planner.allocator import let_segments_grow
 
 GIB = 2**30
 WHAT = (
@@ -58,6 +59,7 @@ def layers(count: int, *states: tuple[int, dict[str, Any]]) -> tuple[Segment, ..
 def measure(case: Case, row: Row, device: str, *, warm_s: float = 4.0, timed_s: float = 8.0) -> dict[str, Any]:
     """Samples per second and peak memory of a row, timed for so long; or why it could not run."""
     free()
+    let_segments_grow(torch.device(device))
     if device == "cuda" and row.cap is not None:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(row.cap * GIB / total, 1.0))
