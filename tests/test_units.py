@@ -74,6 +74,14 @@ def test_what_is_no_amount_is_refused_with_rule_value_and_remedy(amount):
     assert len(message) < 300
 
 
+def test_what_is_easily_overlooked_in_an_amount_is_said():
+    for amount in ("0", "256", " 1.5 "):
+        with pytest.raises(ValueError, match=r"got .*, which has no unit; write for example"):
+            parse_bytes(amount)
+    with pytest.raises(ValueError, match=r"got '-1GiB' \(str\), which is negative; write for example"):
+        parse_bytes("-1GiB")
+
+
 def test_negative_bytes():
     with pytest.raises(ValueError, match=r"must not be negative, got -5 \(int\); write 0 or more"):
         parse_bytes(-5)

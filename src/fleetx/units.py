@@ -11,6 +11,7 @@ _BYTES_OF = {unit.lower(): size for unit, size in ({"B": 1} | _BINARY | _DECIMAL
 
 # At most 18 digits a side: no honest amount has more, and Python refuses very long ones in its own words.
 _AMOUNT = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([a-z]+)", re.IGNORECASE | re.ASCII)
+_NUMBER = re.compile(r"[0-9]{1,18}(?:\.[0-9]{1,18})?", re.ASCII)
 
 
 def parse_bytes(amount: str | int) -> int:
@@ -25,7 +26,7 @@ def parse_bytes(amount: str | int) -> int:
     size = _BYTES_OF.get(match[2].lower()) if match else None
     if match is None or size is None:
         rule = 'an amount of memory must be a number and one of the units KiB MiB GiB TiB KB MB GB TB or "B"'
-        raise ValueError(f"{rule}, {_got(amount)}; {_EXAMPLE}")
+        raise ValueError(f"{rule}, {_got(amount)}{_fault(amount.strip())}; {_EXAMPLE}")
     # Fraction, not float: "0.1GB" is 100000000 bytes and not one less.
     return int(Fraction(match[1]) * size)
 
@@ -47,6 +48,13 @@ def format_bytes(n: int) -> str:
 
 
 _EXAMPLE = 'write for example "30GiB", "1.5 GB" or 32212254720'
+
+
+def _fault(amount: str) -> str:
+    """What is wrong with an amount, where that is easily overlooked."""
+    if _NUMBER.fullmatch(amount):
+        return ", which has no unit"
+    return ", which is negative" if amount.startswith("-") else ""
 
 
 def _got(value: object) -> str:

@@ -50,7 +50,7 @@ def test_what_is_planned_is_run_and_saved(cases, tmp_path):
     for result in results.values():
         assert not result["failed"]
         assert result["peak"] <= result["memory"]
-        assert abs(result["peak_error"]) < 0.1
+        assert abs(result["peak_error"]) < 0.25  # of a few hundred KiB; which plan it is depends on the machine
         assert {"chosen", "chosen, again"} < set(result["runs"])
         assert 1 <= sum(run["is_rival"] for run in result["runs"].values()) <= 4
         assert result["of_best_rival"] > 0

@@ -124,7 +124,8 @@ def resumes(folder, rng, steps=60):
             seconds = time.monotonic() - began
             saved = sorted(path.name for path in (place / "saved").glob("save-*"))
             left = job.survivors()
-        finished = code == 0  # the signal came when the last step was made
+        # The signal may come when the last step is made: nothing is left to save, and all have ended as they should.
+        finished = all((place / f"result.{rank}").exists() for rank in range(workers)) and not left
         left_well = bool(saved) and code == 128 + signal.SIGTERM and not left
         with LiveJob(place, workers, *script) as job:
             equal = job.end() == 0 and job.results() == _undisturbed(folder, workers, *script)

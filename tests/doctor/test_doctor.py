@@ -31,7 +31,7 @@ def test_a_healthy_machine_is_said_to_be_so():
     assert report["facts"]["versions"]["torch"] == torch.__version__
     assert set(report["facts"]) == {"versions", "devices", "links", "settings", "names", "room"}
     names = [check["name"] for check in report["checks"]]
-    assert {"a step on cpu", "two workers over gloo", "safetensors", "Pillow"} <= set(names)
+    assert {"a step on cpu", "two workers over gloo", "safetensors", "Pillow", "matplotlib"} <= set(names)
     assert all(check["passed"] for check in report["checks"])
 
 
@@ -42,7 +42,7 @@ def test_a_check_that_fails_is_shown_with_its_remedy_and_the_exit_code_is_one(no
     assert "FAILED  Pillow" in done.output
     assert "OSError: decoder jpeg not available" in done.output
     assert "pip install --force-reinstall fleetx" in done.output
-    assert "1 of 9 checks failed" in done.output
+    assert "1 of 10 checks failed" in done.output
 
 
 def test_another_module_of_the_same_name_is_found(tmp_path, monkeypatch):
@@ -115,6 +115,25 @@ def test_facts_that_cannot_be_had_do_not_end_the_examination(no_job, monkeypatch
     report = examining.examine()
     assert not report.is_healthy
     assert any("the driver is too old" in check.detail for check in report.checks)
+
+
+@pytest.mark.parametrize("module", [clashes, space, trials])
+def test_checks_that_cannot_be_made_do_not_end_the_examination(module, no_job, monkeypatch):
+    def broken(*_):
+        raise OSError("this folder was deleted")
+
+    name = {clashes: "check_clashes", space: "check_space", trials: "packages"}[module]
+    monkeypatch.setattr(module, name, broken)
+    report = examining.examine()
+    failed = [check for check in report.checks if not check.passed]
+    assert [check.detail for check in failed] == ["OSError: this folder was deleted"]
+    assert any(check.name == "a step on cpu" and check.passed for check in report.checks)
+
+
+def test_a_package_that_pictures_need_is_missed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    (check,) = [one for one in trials.packages() if one.name == "matplotlib"]
+    assert not check.passed
 
 
 def test_without_a_gpu_there_is_no_link():

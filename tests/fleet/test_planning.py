@@ -11,7 +11,7 @@ from torch import nn
 import fleetx as X
 from fleetx import fleet, memory
 from fleetx.fleet import planning as planning_module
-from fleetx.fleet.consumption import Taken
+from fleetx.fleet.consumption import Consumption, Taken
 from fleetx.notices import _told
 from fleetx.planner.costs import Line
 from fleetx.planner.search import DoesNotFit
@@ -101,9 +101,31 @@ def test_without_a_global_batch_the_given_micro_batch_is_planned():
     with pytest.raises(DoesNotFit, match="64 samples in one forward need at least") as caught:
         by_step(model, optimizer, batches(1, size=64))
     assert 0 < caught.value.largest_micro_batch < 64
+    assert "give recompute_configs.memory_budget='" in str(caught.value)
+    assert "merge micro-batches, with k_steps=" in str(caught.value)
+    assert "one_forward" not in str(caught.value)
     model, optimizer = prepared(strategy({"memory_budget": "1300KiB"}, k_steps=2))
     with pytest.raises(DoesNotFit, match="micro-batches of 32 samples need at least .* by a larger k_steps"):
         by_step(model, optimizer, batches(1, size=64))
+
+
+def test_the_notes_of_a_plan_are_told_once_and_in_the_words_of_a_strategy(caplog):
+    _told.clear()
+    for _ in range(2):
+        model, optimizer = prepared(strategy({}))
+        by_step(model, optimizer, batches(1))
+    (said,) = [record.message for record in caplog.records if "a note of the plan: batch norms" in record.message]
+    assert said.endswith("without gradient_merge and recompute_configs.global_batch it is whole.")
+
+
+def test_batches_that_are_larger_than_planned_are_told_of_once(caplog):
+    _told.clear()
+    model, optimizer = prepared(strategy({}))
+    small, large = batches(2), batches(2, size=32)
+    by_step(model, optimizer, [*small, (small[0][0][:8], small[0][1][:8])])
+    assert "the plan is for" not in caplog.text
+    by_step(model, optimizer, large)
+    assert caplog.text.count("a batch has 32 samples, and the plan is for 16") == 1
 
 
 def test_a_first_batch_of_another_size_than_the_global_batch_is_refused():
@@ -224,6 +246,27 @@ def test_a_step_that_ran_out_of_memory_is_done_again_with_a_smaller_plan(where):
     same(state(model, losses), plain)
     assert step.plan.peak < before.peak
     assert step.plan.k_steps == 2
+
+
+def test_a_step_is_done_again_even_if_no_new_plan_fitted_before(monkeypatch):
+    monkeypatch.setattr(planning_module.Consumption, "taken", lambda self: Taken(10**9, 1.0))
+    model, optimizer = prepared(strategy({"oom_retry": True}))
+    step = X.Step(model, optimizer, nn.functional.mse_loss)
+    first, second = batches(2)
+    step(first)
+    before = step.plan
+    model.greed = RunsOut(at=1)
+    assert step(second).updated
+    assert step.plan.peak < before.peak
+
+
+def test_what_was_given_up_is_not_counted_with_what_came_after():
+    consumption = Consumption(torch.device("cpu"))
+    with consumption.counting([]):
+        torch.zeros(1000)  # a step that ran out of memory
+        consumption.begin()
+        torch.zeros(10)
+        assert consumption.taken().peak == 40
 
 
 def test_memory_that_runs_out_again_and_again_ends_the_run_with_the_reason():

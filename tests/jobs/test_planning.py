@@ -26,3 +26,11 @@ def test_workers_agree_on_plans_and_on_smaller_ones(workers, tmp_path):
 def weights(found, name):
     """Batch statistics are a worker's own."""
     return [(key, value) for key, value in found[0][name][0][1].items() if ".norm." not in key or "running" not in key]
+
+
+def test_workers_that_wait_for_each_other_in_a_forward_measure_together(tmp_path):
+    start(ROOT / "tests" / "jobs" / "waiting_worker.py", tmp_path, workers=2, timeout=120)
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2))
+    assert first == second  # as many forwards, and the same plans
+    forwards = [count for count, _ in first]
+    assert forwards[0] == forwards[2] > forwards[1] == forwards[3]  # what one has not, both measure anew

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from fleetx import memory
 from fleetx.memory import Segment
 from fleetx.planner.chain import State, evaluate
 from fleetx.planner.costs import Line, Profile, Reserve
@@ -182,6 +183,32 @@ def test_unknown_entries_of_a_plan_are_refused():
         Plan.from_json(json.dumps(values | {"surplus": 1}))
 
 
+def test_a_plan_with_a_state_too_few_is_refused():
+    values = json.loads(plan_for(transformer(2), memory=32 * GIB, global_batch=4, curve=False).to_json())
+    with pytest.raises(ValueError, match="2 segments have 1 states"):
+        Plan.from_json(json.dumps(values | {"states": values["states"][:1]}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("micro_batch", "a"),
+        ("micro_batch", -4),
+        ("k_steps", 0),
+        ("peak", None),
+        ("seconds", "long"),
+        ("host_memory", "much"),
+        ("states", [["bogus", "device", ["matmul"]]] * 2),
+        ("states", [["inputs", "moon", ["matmul", "convolution", "attention"]]] * 2),
+        ("names", [1, 2]),
+    ],
+)
+def test_a_damaged_plan_is_refused_with_the_value_that_is_wrong(name, value):
+    values = json.loads(plan_for(transformer(2), memory=32 * GIB, global_batch=4, curve=False).to_json())
+    with pytest.raises(ValueError, match="this plan is damaged.*got .*; make the plan anew"):
+        Plan.from_json(json.dumps(values | {name: value}))
+
+
 def test_a_plan_can_be_saved_and_loaded(tmp_path):
     plan = plan_for(transformer(2), memory=32 * GIB, global_batch=4)
     plan.save(tmp_path / "plan.json")
@@ -259,7 +286,16 @@ def test_a_plan_is_applied_and_gives_the_same_gradients():
 
 
 def test_a_plan_that_keeps_everything_leaves_the_model_alone():
-    assert hand_made([EVERYTHING] * 6).apply(sequential()) is None
+    model = sequential()
+    applied = hand_made([EVERYTHING] * 6).apply(model)
+    assert memory.applied_to(model) is None
+    applied.remove()
+
+
+@pytest.mark.parametrize(("model", "refused"), [(5, TypeError), (nn.Sequential(nn.Linear(2, 2)), ValueError)])
+def test_a_plan_that_keeps_everything_is_refused_by_other_models_too(model, refused):
+    with pytest.raises(refused):
+        hand_made([EVERYTHING] * 6).apply(model)
 
 
 def test_a_compiled_plan_names_all_segments():
@@ -318,6 +354,32 @@ def test_a_given_number_of_micro_batches_is_kept(k_steps):
     with pytest.raises(DoesNotFit) as caught:
         plan_for(transformer(4), memory=6 * GIB, global_batch=5000, k_steps=k_steps)
     assert ("by a larger k_steps" in str(caught.value)) == (k_steps > 1)
+
+
+def test_more_micro_batches_than_samples_are_one_for_each():
+    plan = plan_for(transformer(4), memory=16 * GIB, global_batch=3, k_steps=10, curve=False)
+    assert (plan.micro_batch, plan.k_steps) == (1, 3)
+    alone = plan_for(transformer(4), memory=16 * GIB, global_batch=3, k_steps=3, curve=False)
+    assert plan.seconds == alone.seconds
+
+
+def test_a_model_without_segments_is_planned_too():
+    plan = plan_for(replace(transformer(), segments=()), memory=6 * GIB, global_batch=96)
+    assert plan.is_exact
+    assert plan.k_steps > 1
+    assert plan.segments() == []
+    assert plan.peak <= 6 * GIB
+    assert "global batch 96" in str(plan)
+
+
+@pytest.mark.parametrize("global_batch", [2, 3, 5, 7, 64, 97])
+def test_no_micro_batch_is_smaller_than_the_model_takes(global_batch):
+    profile = transformer(4, smallest=2)
+    with pytest.raises(DoesNotFit, match="micro-batches of . samples need at least") as caught:
+        plan_for(profile, memory=GIB, global_batch=global_batch)
+    plan = plan_for(profile, memory=caught.value.least_memory, global_batch=global_batch, curve=False)
+    assert global_batch // plan.k_steps >= 2
+    assert plan_for(profile, memory=32 * GIB, global_batch=1, curve=False).micro_batch == 1  # there are no more
 
 
 def test_planning_bert_large_for_a_large_batch_is_quick():

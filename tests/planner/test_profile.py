@@ -1,7 +1,9 @@
 import copy
 import json
 import logging
+from collections import deque
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from fleetx.planner.costs import Line
 from fleetx.planner.feeding import Feeding, resized
 from fleetx.planner.meter import CountingMeter
 from fleetx.planner.plan import Plan
-from fleetx.planner.profile import measure
+from fleetx.planner.profile import _Measuring, measure
 from fleetx.planner.search import plan_for
 from fleetx.planner.solve import least_memory
 from fleetx.planner.untouched import untouched
@@ -224,6 +226,21 @@ def test_whatever_changes_is_measured_anew():
     assert cache.key_of(feeding, tuple(t[:1] for t in sample), cuts, {}) == keys[0]  # any number of samples
 
 
+def test_what_a_name_does_not_tell_is_measured_anew():
+    model, sample = gpt(2)
+    losses = [partial(nn.functional.mse_loss, reduction=how) for how in ("sum", "mean")]
+    keys = [cache.key_of(Feeding(model, loss), sample, [], {}) for loss in (*losses, partial(nn.functional.l1_loss))]
+    keys += [cache.key_of(Feeding(model), {name: sample[0]}, [], {}) for name in ("ids", "labels")]
+    keys += [cache.key_of(Feeding(model), (sample[0], number), [], {}) for number in (1, 2)]
+    for ratio in (0.5, 0.75):
+        model.masked = ratio  # of the samples' parts, say: a forward that reads it takes other memory
+        keys.append(cache.key_of(Feeding(model), sample, [], {}))
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype=dtype):
+            keys.append(cache.key_of(Feeding(model), sample, [], {}))
+    assert len(set(keys)) == len(keys)
+
+
 def test_other_versions_and_other_precisions_are_measured_anew(monkeypatch):
     model, sample = gpt(2)
     cuts = ["blocks.0", "blocks.1"]
@@ -261,6 +278,28 @@ def test_generators_of_modules_are_put_back():
     assert torch.rand(1, generator=model.own) == torch.rand(1, generator=torch.Generator().manual_seed(5))
 
 
+def test_what_modules_note_down_is_put_back():
+    model = nn.Linear(2, 2)
+    model.history, model.counts, model.recent = [1], {"calls": 1}, deque([1], maxlen=2)
+    held = (model.history, model.counts, model.recent)
+    with untouched(model):
+        for one in (model.history, model.recent):
+            one.append(2)
+        model.counts["calls"] += 1
+        model.counts["other"] = 1
+    assert (model.history, model.counts, model.recent) == ([1], {"calls": 1}, deque([1]))
+    assert all(now is then for now, then in zip((model.history, model.counts, model.recent), held, strict=True))
+
+
+def test_where_room_is_scarce_nothing_is_tried_to_choose_a_size(monkeypatch):
+    model, sample = gpt(2)
+    measuring = _Measuring(Feeding(model), sample, [], False, FEW_STATES)
+    monkeypatch.setattr(Feeding, "device", torch.device("cuda"))
+    monkeypatch.setattr(measuring, "_has_room", lambda size: False)
+    monkeypatch.setattr(measuring, "_forward_seconds", lambda size: pytest.fail("memory may run out here"))
+    assert measuring._sizes() == (2, 4)
+
+
 def test_a_large_sample_is_measured_by_a_part_of_it(monkeypatch):
     seen = []
     monkeypatch.setattr("fleetx.planner.profile.placed", lambda batch, device: seen.append(len(batch[0])) or batch)
@@ -283,6 +322,26 @@ def test_a_corrupt_file_is_said_once_and_measured_anew(caplog):
     assert len([r for r in caplog.records if "cannot be read" in r.message]) == 1
     measure(Feeding(model), sample, cuts, states=FEW_STATES)
     assert cache.load(file.stem) is not None
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda values: values | {"segments": values["segments"][:1]},
+        lambda values: values | {"fixed": {"parameters": None}},
+        lambda values: values | {"tail_bytes": ["many", "more"]},
+        lambda values: values | {"sizes": []},
+    ],
+)
+def test_a_file_that_says_something_else_is_measured_anew(damage):
+    model, sample = gpt(2)
+    cuts = ["blocks.0", "blocks.1"]
+    measure(Feeding(model), sample, cuts, states=FEW_STATES)
+    (file,) = cache.folder().iterdir()
+    file.write_text(json.dumps(damage(json.loads(file.read_text())) | {"device": "somewhere else"}))
+    again = measure(Feeding(model), sample, cuts, states=FEW_STATES)
+    assert again.device == "the CPU"
+    assert [segment.name for segment in again.segments] == cuts
 
 
 def test_modules_that_run_more_than_once_are_no_cuts():

@@ -1,16 +1,22 @@
 import json
+import re
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 import typer
+from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
+from fleetx.planner.chain import State
 from fleetx.planner.command import plan_command
+from fleetx.planner.costs import NOTHING
 from fleetx.planner.picture import draw_plan
 from fleetx.planner.plan import Moment, Plan
 from fleetx.planner.samples import application
-from fleetx.planner.search import plan_for
+from fleetx.planner.search import DoesNotFit, plan_for
+from fleetx.planner.table import in_words
 from tests.planner.profiles import transformer
 
 GIB = 2**30
@@ -57,6 +63,36 @@ def test_the_picture_is_drawn_with_and_without_measurements(tmp_path):
     assert path.stat().st_size != without
 
 
+def test_the_legend_of_the_picture_hides_nothing_and_measurements_begin_with_the_step(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    plan = plan_for(transformer(4), memory=10 * GIB, global_batch=64, one_forward=True)
+    moments = tuple(Moment(name, "forward", 5 * GIB, 6 * GIB) for name in (*plan.names, "tail"))
+    draw_plan(plan.with_measurement(6 * GIB, plan.seconds, moments), tmp_path / "plan.png")
+    step = figures[0].axes[0]
+    assert step.get_legend() is None
+    assert len(figures[0].legends) == 1
+    (measured,) = [line for line in step.lines if line.get_label() == "measured"]
+    assert measured.get_xdata()[0] == 0
+
+
+def test_the_table_explains_its_words():
+    plan = plan_for(transformer(4).corrected(64, GIB), memory=10 * GIB, global_batch=64, one_forward=True)
+    rows = [" ".join(line.split()) for line in str(plan).splitlines()]
+    assert any(re.match(r"encoder\.layer\.\d–\d \d segments \w", row) for row in rows)
+    assert any(row.startswith("working ") and "what the segment that runs at the peak takes" in row for row in rows)
+    assert any(row.startswith("unexplained ") and "beyond the prediction" in row for row in rows)
+    assert "narrow matmul outputs" in in_words(State("dear", dear=("narrow_matmul",)))
+
+
+def test_what_is_as_fast_is_not_called_faster():
+    profile = transformer(2, overhead=0)
+    flat = replace(profile, tail_forward_seconds=NOTHING, tail_backward_seconds=NOTHING)
+    plan = plan_for(flat, memory=1000 * GIB, global_batch=8, curve=False)
+    assert "as fast as" in plan.reason
+    assert "0.0%" not in plan.reason
+
+
 def test_a_model_of_the_users_own_is_planned_from_the_command_line(app, maker, tmp_path):
     options = ["--memory", "64KiB", "--global-batch", "64", "--no-bf16", "--verify"]
     done = runner.invoke(app, [maker, *options, "--out", "plan.json", "--picture", "plan.png"])
@@ -74,6 +110,54 @@ def test_what_does_not_fit_is_said_and_not_thrown(app, maker):
     done = runner.invoke(app, [maker, "--memory", "1KiB", "--no-bf16"])
     assert done.exit_code == 1
     assert "needs at least" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--memory", "lots"], "must be a number and one of the units"),
+        (["--memory", "1GiB", "--host-memory", "some"], "must be a number and one of the units"),
+        pytest.param([], "no memory budget of its own", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="")),
+    ],
+)
+def test_wrong_amounts_are_explained(app, maker, arguments, message):
+    done = runner.invoke(app, [maker, *arguments])
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--out", "none/p.json"], "--out must be in a folder that exists"),
+        (["--out", "."], "--out must be a file"),
+        (["--picture", "none/p.png"], "--picture must be in a folder that exists"),
+        (["--picture", "p.xyz"], "--picture must end in one of"),
+        (["--picture", "p"], "for example plan.png"),
+    ],
+)
+def test_results_that_cannot_be_written_are_refused_before_planning(app, maker, arguments, message, monkeypatch):
+    monkeypatch.setattr("fleetx.planner.plan", lambda *_, **__: pytest.fail("planned first"))
+    done = runner.invoke(app, [maker, "--memory", "1GiB", *arguments])
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.replace("│", " ").split())
+
+
+def test_weights_that_do_not_fit_are_not_measured_first(app, maker, monkeypatch):
+    monkeypatch.setattr("fleetx.planner.plan", lambda *_, **__: pytest.fail("measured first"))
+    done = runner.invoke(app, [maker, "--memory", "17KiB"])
+    assert done.exit_code == 1
+    assert "for weights, gradients and AdamW's state alone, and the budget is 17 KiB" in done.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without one")
+def test_without_a_gpu_the_command_says_at_once_that_it_measures_on_the_cpu(app, maker, monkeypatch):
+    def ended(*_, **__):
+        raise DoesNotFit("nothing fits", 1, 1)
+
+    monkeypatch.setattr("fleetx.planner.plan", ended)
+    done = runner.invoke(app, [maker, "--memory", "1GiB"])
+    assert done.output.index("measuring on the CPU") < done.output.index("nothing fits")
 
 
 @pytest.mark.parametrize(

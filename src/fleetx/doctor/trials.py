@@ -70,6 +70,7 @@ def packages() -> list[Check]:
     checks = [
         tried("safetensors", _safetensors, _INSTALL),
         tried("Pillow", _pillow, _INSTALL),
+        tried("matplotlib", _matplotlib, _INSTALL),
     ]
     if torch.cuda.is_available():
         checks.append(tried("Triton", _triton, "install the torch build for your CUDA version, which brings Triton"))
@@ -94,6 +95,14 @@ def _pillow() -> str:
     if image.size != (4, 4):
         raise RuntimeError(f"read back an image of {image.size}")
     return "writes and reads JPEG"
+
+
+def _matplotlib() -> str:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    FigureCanvasAgg(Figure(figsize=(1, 1))).draw()
+    return "draws"
 
 
 def _triton() -> str:

@@ -34,6 +34,8 @@ class Consumption:
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
+        if self._meter is not None:
+            self._meter.take_peak()  # of what was given up
         self._began = time.perf_counter()
 
     @contextmanager

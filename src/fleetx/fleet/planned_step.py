@@ -6,6 +6,7 @@ import torch
 
 from fleetx.comm import sharing, world
 from fleetx.fleet.planning import Planning
+from fleetx.notices import tell_once
 from fleetx.outcome import Outcome
 from fleetx.planner.feeding import Feeding
 from fleetx.planner.untouched import Before
@@ -32,6 +33,7 @@ class PlannedStep:
         """One update."""
         if self.planning.plan is None:
             self._begin(batch)
+        self._tell_of_more_than_planned(batch)
         self.engine.stopwatch.start()
         with self.planning.watched():
             retries = self.planning.strategy.recompute_configs.oom_retry
@@ -50,6 +52,16 @@ class PlannedStep:
         self.engine.window.discard()
         k_steps = self.engine.k_steps if wanted is None else None
         self.planning.begin(self.feeding, batch, samples=size, k_steps=k_steps)
+
+    def _tell_of_more_than_planned(self, batch: Batch) -> None:
+        """Larger batches take more memory than the plan says; smaller ones, such as the last of an epoch, do not."""
+        plan, size = self.planning.plan, batch_size(batch)
+        if plan is not None and size > plan.global_batch:
+            tell_once(
+                "planning.size",
+                f"a batch has {size:,} samples, and the plan is for {plan.global_batch:,}: it takes more memory than "
+                "planned. Give the largest batch first, or batches of one size.",
+            )
 
     def _merge_with_retries(self, batch: Batch) -> tuple[tuple[str, ...], Shares]:
         """Merge the batch; if memory runs out on any worker, all begin again with a smaller plan.

@@ -24,7 +24,7 @@ from fleetx.planner.costs import NOTHING, Profile
 from fleetx.planner.feeding import Feeding
 from fleetx.planner.plan import Plan
 from fleetx.planner.profile import measure
-from fleetx.planner.search import DoesNotFit, plan_for
+from fleetx.planner.search import DoesNotFit, Words, plan_for
 from fleetx.planner.updating import tensors_of
 from fleetx.planner.verify import MOST_PLANS, allowed, until_verified
 from fleetx.slicing import Batch, map_tensors
@@ -33,6 +33,9 @@ from fleetx.strategy import DistributedStrategy
 Door = Literal["minimize", "Step", "a program"]
 CHECKED = 2  # updates; before the first one the optimizer has no state yet
 SMALLER = 0.9  # of the peak that ran out of memory
+WORDS = Words(
+    "recompute_configs.memory_budget", "without gradient_merge and recompute_configs.global_batch it is whole"
+)
 
 _plannings: "weakref.WeakKeyDictionary[nn.Module, Planning]" = weakref.WeakKeyDictionary()
 
@@ -101,6 +104,7 @@ class Planning:
             optimizer=self.optimizer.inner,
             compile=self.strategy.compile if compile is None else compile,
             bandwidth=None if configs.enable_offload else 0.0,
+            everywhere=lambda so_here: bool(sharing.least(int(so_here), device)),
         )
         profile = replace(self._with_everything(profile, batch, device), notes=(*profile.notes, *notes))
         self._question = {
@@ -168,12 +172,13 @@ class Planning:
         self.replanned += 1
         self._unchecked = CHECKED
         # More each time: another plan is wrong by another amount.
-        self._profile = self._profile.corrected(plan.micro_batch, (peak - plan.peak) * self.replanned)
+        profile = self._profile.corrected(plan.micro_batch, (peak - plan.peak) * self.replanned)
         try:
-            made = self._made(self._profile)
+            made = self._made(profile)
         except DoesNotFit as error:
             tell_once("planning.fit", f"updates take {peak / plan.peak - 1:.1%} more memory than planned, and {error}")
-            return
+            return  # with the profile of the plan that stays, so that a smaller one is found if memory runs out
+        self._profile = profile
         self._put_on(made)
 
     def shrink(self, failure: BaseException | None) -> None:
@@ -208,19 +213,21 @@ class Planning:
         assert profile is not None
         question = {**self._question, **changed}
         try:
-            return plan_for(profile, **question)
+            return plan_for(profile, **question, words=WORDS)
         except DoesNotFit as error:
             if below is None or error.least_memory is None or error.least_memory >= below:
                 raise
-            return plan_for(profile, **question | {"memory": error.least_memory})
+            return plan_for(profile, **question | {"memory": error.least_memory}, words=WORDS)
 
     def _put_on(self, plan: Plan) -> None:
         self.take_off()
         self.plan = plan
+        for note in plan.notes:  # nobody may ever print the plan
+            tell_once(f"planning.note.{note}", f"a note of the plan: {note}")
         if self._question["k_steps"] is None:
             self.optimizer.engine.k_steps = plan.k_steps
         applied = plan.apply(self.model, **(self._compile_options if plan.compile else {}))
-        if applied is not None:
+        if applied_to(self.model) is not None:  # and not a plan that keeps everything
             self._on_change(applied)
         if self._consumption is not None:
             if self._consumption.on_gpu:

@@ -6,11 +6,14 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from fleetx.notices import tell_once
 from fleetx.planner.costs import Profile
@@ -18,7 +21,8 @@ from fleetx.planner.feeding import Feeding
 from fleetx.slicing import Batch, map_tensors
 from fleetx.version import __version__
 
-FORMAT = 3
+FORMAT = 4
+_PLAIN = (bool, int, float, str, torch.dtype)
 
 
 def folder() -> Path:
@@ -34,6 +38,7 @@ def key_of(feeding: Feeding, sample: Batch, cuts: Sequence[str], settings: Mappi
         "modules": [(name, type(module).__qualname__) for name, module in model.named_modules()],
         "described": repr(model),
         "code": sorted({_code(type(module)) for module in model.modules()}),
+        "attributes": [(name, _attributes(module)) for name, module in model.named_modules()],
         "parameters": [(n, list(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()],
         "buffers": [(n, list(b.shape), str(b.dtype)) for n, b in model.named_buffers()],
         "training": [module.training for module in model.modules()],
@@ -42,7 +47,7 @@ def key_of(feeding: Feeding, sample: Batch, cuts: Sequence[str], settings: Mappi
         "loss": "" if feeding.loss_fn is None else _code(feeding.loss_fn),
         "compute": "" if feeding.compute is None else _code(feeding.compute),
         "precision": str(feeding.precision),
-        "autocast": [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")],
+        "autocast": [_autocast(kind) for kind in ("cpu", "cuda")],
         "cuts": list(cuts),
         "device": device_name(feeding.device),
         "versions": [torch.__version__, __version__, FORMAT],
@@ -55,7 +60,9 @@ def load(key: str) -> Profile | None:
     """The profile with this key; one that cannot be read is said to be so, once, and measured anew."""
     path = folder() / f"{key}.json"
     try:
-        return Profile.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        profile = Profile.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        _ = profile.chain(profile.sizes[1]).fixed_bytes  # where there is something else than a figure, this raises
+        return profile
     except FileNotFoundError:
         return None
     except Exception as error:  # whatever the file has become
@@ -78,6 +85,12 @@ def save(key: str, profile: Profile) -> None:
         tell_once("planner.cache.save", f"the profile could not be kept for next time: {error}")
 
 
+def forget(key: str) -> None:
+    """Measure anew next time."""
+    with suppress(OSError):  # it was never kept, or cannot be changed here
+        (folder() / f"{key}.json").unlink()
+
+
 def device_name(device: torch.device) -> str:
     """What people call the device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
@@ -90,25 +103,40 @@ def _hook(hook: Any) -> str:
     return " ".join([type(owner).__qualname__, *sorted(dtypes)])
 
 
+def _attributes(module: nn.Module) -> dict[str, str]:
+    """A module's own settings: a ratio or a number of heads changes what its forward does."""
+    own = vars(module).items()
+    return {name: repr(value) for name, value in own if isinstance(value, _PLAIN)}
+
+
+def _autocast(kind: str) -> str:
+    return str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else ""
+
+
 def _is_dtype(value: Any) -> bool:
     return isinstance(value, torch.dtype)
 
 
 def _shapes(sample: Batch) -> str:
+    """How a sample is nested and called, its tensors' shapes but for the number of samples, and its other values."""
     found: list[Any] = []
 
     def note(tensor: Tensor) -> Tensor:
         found.append((list(tensor.shape[1:]), str(tensor.dtype)))
         return tensor
 
-    structure = map_tensors(sample, note)
-    return f"{type(structure).__name__} {found}"
+    map_tensors(sample, note)
+    leaves, structure = pytree.tree_flatten(sample)
+    others = [leaf for leaf in leaves if isinstance(leaf, _PLAIN)]
+    return f"{type(sample).__name__} {structure} {found} {others}"
 
 
 def _code(thing: Any) -> str:
     """The source text, so that a changed forward is measured anew; else the name."""
     if isinstance(thing, nn.Module):
         return repr(thing) + _code(type(thing))
+    if isinstance(thing, partial):
+        return f"{_code(thing.func)} {thing.args!r} {thing.keywords!r}"
     try:
         return hashlib.sha256(inspect.getsource(thing).encode()).hexdigest()
     except (OSError, TypeError):

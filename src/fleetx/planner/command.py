@@ -4,9 +4,17 @@ import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    import torch
+
+_SLOW = (
+    "There is no GPU here: measuring on the CPU, whose speed and memory are not a GPU's. A large model takes many "
+    "minutes; a smaller --seq-len or --image-size is measured sooner."
+)
 
 
 def plan_command(
@@ -40,15 +48,21 @@ def plan_command(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if app is not None and app not in APPLICATIONS:
         raise typer.BadParameter(f"--app must be one of {', '.join(APPLICATIONS)}, got {app!r}.")
+    budget = _checked_budget(torch.device(device), memory, host_memory)
+    _check_paths(out, picture)
     made: tuple[Any, ...] = application(app, seq_len, image_size) if app is not None else _made(str(maker))
     model, sample, loss_fn = (*made, None)[:3]
     model = model.to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    _require_room_for_weights(model, optimizer, budget)
+    if device == "cpu":
+        typer.echo(_SLOW, err=True)
     try:
         plan = planner.plan(
             model,
             sample,
             loss_fn=loss_fn,
-            optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4),
+            optimizer=optimizer,
             memory=memory,
             host_memory=host_memory,
             global_batch=global_batch,
@@ -66,6 +80,51 @@ def plan_command(
         plan.save(out)
     if picture is not None:
         typer.echo(f"drawn: {draw_plan(plan, picture)}", err=True)
+
+
+def _checked_budget(device: "torch.device", memory: str | None, host_memory: str | None) -> int:
+    """The budget in bytes; what is wrong with the amounts is said before anything is measured."""
+    from fleetx.planner.budget import budget_on
+    from fleetx.units import parse_bytes
+
+    try:
+        parse_bytes(host_memory or 0)
+        return budget_on(device, memory)[0]
+    except ValueError as error:
+        raise typer.BadParameter(f"--memory and --host-memory: {error}") from error
+
+
+def _check_paths(out: Path | None, picture: Path | None) -> None:
+    """Whether the results can be written, before the time is spent to have them."""
+    for option, path in (("--out", out), ("--picture", picture)):
+        if path is None:
+            continue
+        if not path.parent.is_dir():
+            raise typer.BadParameter(f"{option} must be in a folder that exists, got {str(path)!r}: make it first.")
+        if path.is_dir():
+            raise typer.BadParameter(f"{option} must be a file, got the folder {str(path)!r}: add a name.")
+    if picture is not None:
+        from fleetx.planner.picture import FORMATS
+
+        if picture.suffix[1:].lower() not in FORMATS:
+            raise typer.BadParameter(
+                f"--picture must end in one of {', '.join(FORMATS)}, got {str(picture)!r}: for example plan.png."
+            )
+
+
+def _require_room_for_weights(model: Any, optimizer: Any, budget: int) -> None:
+    """What is there whatever the plan: if already that is too much, nothing needs to be measured."""
+    from fleetx.planner.updating import cost_of_update, fixed_bytes
+    from fleetx.units import format_bytes
+
+    needed = sum(fixed_bytes(model, cost_of_update(model, optimizer)).values())
+    if needed > budget:
+        typer.echo(
+            f"training needs at least {format_bytes(needed)} for weights, gradients and AdamW's state alone, and the "
+            f"budget is {format_bytes(budget)}: give more --memory, or take a smaller model.",
+            err=True,
+        )
+        raise typer.Exit(1)
 
 
 def _made(maker: str) -> tuple[Any, ...]:

@@ -114,6 +114,7 @@ class Profile:
     notes: tuple[str, ...] = ()
     unexplained: Line = NOTHING  # bytes that a real step took beyond the prediction
     gradient_parts: tuple[int, ...] = ()  # bytes of each segment's gradients and of the tail's, if they may come late
+    smallest: int = 1  # micro-batch that the model takes: some batch norms refuse a single sample
 
     def corrected(self, micro_batch: int, missing: int) -> "Profile":
         """The same, after a real step took so many bytes more than was predicted."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from fleetx.memory.structures import tensors_in
 from fleetx.slicing import Batch, batch_size, map_tensors
 
 LossFn = Callable[[Any, Any], Any]
@@ -67,16 +68,26 @@ def _called(model: nn.Module, inputs: Any) -> Any:
 
 
 def _one_number(output: Any) -> Tensor:
-    """The loss; of an output that is none, something that has a gradient for all of it."""
-    loss = getattr(output, "loss", None)
-    tensors = [loss] if isinstance(loss, Tensor) else pytree.tree_leaves(output)
-    found = [t for t in tensors if isinstance(t, Tensor) and t.requires_grad]
+    """The loss, or the sum of several; of an output that has none, something that has a gradient for all of it."""
+    found = _with_gradients(_losses(output)) or _with_gradients(tensors_in(output))
     if not found:
         raise ValueError(
             "the model's output has no tensor with a gradient, so there is no backward to plan. Call model.train(), "
             "let parameters require gradients, or give a loss_fn."
         )
     return torch.stack([t.float().mean() for t in found]).sum()
+
+
+def _losses(output: Any) -> list[Any]:
+    """What is trained: the loss by its name, without scores and the like beside it; else all that was given."""
+    loss, leaves = getattr(output, "loss", None), pytree.tree_leaves(output)
+    if loss is None and isinstance(output, Mapping) and any(getattr(one, "ndim", 0) for one in leaves):
+        loss = output.get("loss")
+    return [loss] if isinstance(loss, Tensor) else leaves
+
+
+def _with_gradients(values: list[Any]) -> list[Tensor]:
+    return [value for value in values if isinstance(value, Tensor) and value.requires_grad]
 
 
 def resized(batch: Batch, size: int) -> Batch:

@@ -61,7 +61,7 @@ class Watch:
     def step(self, batch: Batch, meter: Meter | None = None) -> Step:
         """One forward and backward."""
         self.meter = meter
-        with meter or nullcontext():
+        with torch.enable_grad(), meter or nullcontext():
             if meter is not None:
                 meter.take_peak()
             step = self._step = Step(self._mark())

@@ -19,6 +19,7 @@ _LABELS = {
     "working": "working",
     "moving": "to and from the host",
 }
+FORMATS = tuple(sorted(FigureCanvasAgg.get_supported_filetypes()))
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
@@ -49,7 +50,8 @@ def _draw_step(axes: Any, plan: Plan, moments: Sequence[Moment], size: int) -> N
     ends = list(accumulate(point.seconds for point in points))
     starts, widths = [0.0, *ends[:-1]], [point.seconds for point in points]
     bottom = [plan.fixed_bytes / size] * len(points)
-    axes.bar(starts, bottom, widths, align="edge", color=_FIXED, label="weights, gradients, optimizer")
+    fixed = "weights, optimizer, batch" if plan.gradients_come_late else "weights, gradients, optimizer, batch"
+    axes.bar(starts, bottom, widths, align="edge", color=_FIXED, label=fixed)
     for name, color in (("gradients", _LATE), ("kept", _KEPT), ("working", PLAIN), ("moving", _MOVING)):
         heights = [getattr(point, name) / size for point in points]
         if any(heights):
@@ -58,9 +60,11 @@ def _draw_step(axes: Any, plan: Plan, moments: Sequence[Moment], size: int) -> N
     axes.axhline(plan.memory / size, color="black", linestyle=":", label="budget")
     if moments:
         places = _places(plan, moments, dict(zip([(p.name, p.phase) for p in points], ends, strict=True)))
-        axes.step(places, [m.peak / size for m in moments], where="pre", color="black", label="measured")
+        peaks = [m.peak / size for m in moments]
+        axes.step([0.0, *places], [peaks[0], *peaks], where="pre", color="black", label="measured")
     axes.set_xlim(0, ends[-1] if ends and ends[-1] > 0 else 1)
-    axes.legend(loc="lower center", frameon=False, fontsize=8, ncols=2)
+    # Below, and not in front of anything: the bars fill the axes.
+    axes.figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", frameon=False, fontsize=8, ncols=6)
 
 
 def _places(plan: Plan, moments: Sequence[Moment], ends: dict[tuple[str, str], float]) -> list[float]:
@@ -87,4 +91,4 @@ def _draw_trade(axes: Any, plan: Plan, size: int) -> None:
     if plan.measured is not None:
         speed = plan.global_batch / plan.measured.seconds
         axes.plot([plan.memory / size], [speed], "x", color="black", markersize=9, label="measured", zorder=4)
-    axes.legend(loc="lower right", frameon=False)
+    axes.legend(loc="best", frameon=False)

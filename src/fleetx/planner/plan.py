@@ -1,7 +1,8 @@
 """A plan: micro-batch, merge, and the state of every segment, with what they are predicted to cost."""
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,11 +10,15 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from fleetx import memory
-from fleetx.memory import Applied, Segment
+from fleetx.memory import Applied, Segment, applied_to
+from fleetx.memory.experience import Experience
+from fleetx.memory.names import find_cuts
 from fleetx.notices import shown
 from fleetx.planner.chain import Point, State
 
 FORMAT, VERSION = "fleetx.plan", 1
+_COUNTS = {"micro_batch": 1, "k_steps": 1, "global_batch": 1, "memory": 0, "peak": 0, "host_bytes": 0, "fixed_bytes": 0}
+_RATES = ("seconds", "samples_per_s")
 
 
 class RunnerUp(NamedTuple):
@@ -104,10 +109,7 @@ class Plan:
         Segments that keep everything at the end are left out: what follows the last cut is kept anyway. One stays, for
         what is sent to the host must not be the last. A compiled plan names all of them, since they are compiled.
         """
-        listed = [
-            Segment(name, state.save, state.home, state.dear)
-            for name, state in zip(self.names, self.states, strict=True)
-        ]
+        listed = _segments(self.names, self.states)
         if not self.compile:
             while len(listed) > 1 and _keeps_all(listed[-1]) and _keeps_all(listed[-2]):
                 listed.pop()
@@ -115,15 +117,24 @@ class Plan:
                 return []
         return listed
 
-    def apply(self, model: nn.Module, **compile_options: Any) -> Applied | None:
-        """Put the plan on a model; None if there is nothing to do, because all activations are kept.
+    def apply(self, model: nn.Module, **compile_options: Any) -> Applied:
+        """Put the plan on a model; if all activations are kept there is nothing to put, and the model is only checked.
 
-        The caller cuts the batch: `k_steps` micro-batches of `micro_batch` samples.
+        The caller cuts the batch: `k_steps` micro-batches of `micro_batch` samples. `remove()` of what is returned
+        takes the plan off again.
         """
         segments = self.segments()
         if not segments:
-            return None
+            return self._nothing_on(model)
         return memory.apply(model, segments, host_memory=self.host_memory, compile=self.compile, **compile_options)
+
+    def _nothing_on(self, model: nn.Module) -> Applied:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"a plan is put on an nn.Module, not on a {type(model).__name__}: give the planned model.")
+        if applied_to(model) is not None:
+            raise ValueError("this model has a plan already: call remove() of the first one before.")
+        # Not installed; but names that the model has not are refused, as they would be with other states.
+        return Applied(model, Experience(find_cuts(model, _segments(self.names, self.states))))
 
     def to_json(self) -> str:
         """As text that `from_json` reads."""
@@ -145,7 +156,10 @@ class Plan:
         try:
             return cls(**_read({name: value for name, value in values.items() if name not in ("format", "version")}))
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"this plan is incomplete or has entries that plans do not have: {error}.") from error
+            said = str(error).rstrip(".")
+            raise ValueError(
+                f"this plan is damaged, incomplete or has entries that plans do not have: {said}; make the plan anew."
+            ) from error
 
     def save(self, path: str | Path) -> None:
         """Write it to a file."""
@@ -162,15 +176,27 @@ class Plan:
         return as_text(self)
 
 
+def _segments(names: Sequence[str], states: Sequence[State]) -> list[Segment]:
+    return [Segment(name, *state) for name, state in zip(names, states, strict=True)]
+
+
 def _keeps_all(segment: Segment) -> bool:
     return segment.save == "everything" and segment.home == "device"
 
 
 def _read(values: dict[str, Any]) -> dict[str, Any]:
     measured = values["measured"]
+    if len(values["names"]) != len(values["states"]):
+        raise ValueError(f"{len(values['names'])} segments have {len(values['states'])} states")
+    names, states = (
+        tuple(values["names"]),
+        tuple(State(save, home, tuple(dear)) for save, home, dear in values["states"]),
+    )
+    _segments(names, states)  # refuses states that there are not
+    _require_figures(values)
     return values | {
-        "names": tuple(values["names"]),
-        "states": tuple(State(save, home, tuple(dear)) for save, home, dear in values["states"]),
+        "names": names,
+        "states": states,
         "measured": None if measured is None else Measured(*measured),
         "runners_up": tuple(RunnerUp(*one) for one in values["runners_up"]),
         "curve": tuple(Purchase(*one) for one in values["curve"]),
@@ -178,3 +204,16 @@ def _read(values: dict[str, Any]) -> dict[str, Any]:
         "notes": tuple(values["notes"]),
         "moments": tuple(Moment(*one) for one in values["moments"]),
     }
+
+
+def _require_figures(values: Mapping[str, Any]) -> None:
+    """What a training would otherwise stumble over much later."""
+    for name, least in _COUNTS.items():
+        if type(values[name]) is not int or values[name] < least:
+            raise ValueError(f"{name} must be a whole number, {least} or more, got {shown(values[name])}")
+    for name in _RATES:
+        if type(values[name]) not in (int, float) or not 0 <= values[name] < math.inf:
+            raise ValueError(f"{name} must be a number, 0 or more, got {shown(values[name])}")
+    limit = values["host_memory"]
+    if limit is not None and (type(limit) is not int or limit < 0):
+        raise ValueError(f"host_memory must be a whole number of bytes or null, got {shown(limit)}")

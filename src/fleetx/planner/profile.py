@@ -7,7 +7,8 @@ of memory is free.
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -60,24 +61,44 @@ def measure(
     sizes: tuple[int, int] | None = None,
     bandwidth: float | None = None,
     cached: bool = True,
+    everywhere: Callable[[bool], bool] = bool,
 ) -> Profile:
     """The profile of a model that is cut at these modules, in each of these states.
 
     `sizes`: the two micro-batches to measure at; chosen by what the device does with them if not given. `bandwidth`:
-    of the host link, measured if not given. `cached`: looked up on disk, and kept there.
+    of the host link, measured if not given. `cached`: looked up on disk, and kept there. `everywhere` makes of what is
+    so on this worker whether it is so on all of them: a forward in which workers wait for each other must run as often
+    on each, whatever its clock, its free memory and its disk say.
     """
     let_segments_grow(feeding.device)
     states = states or (COMPILED_STATES if compile else STATES)
-    settings = {"optimizer": _described(optimizer), "compile": compile, "states": list(states)}
-    settings |= {"sizes": sizes, "bandwidth": bandwidth}
-    key = cache.key_of(feeding, sample, cuts, settings)
+    key = key_of(feeding, sample, cuts, optimizer, compile, states=states, sizes=sizes, bandwidth=bandwidth)
     known = cache.load(key) if cached else None
-    if known is not None:
+    if known is not None and {segment.name for segment in known.segments} != set(cuts):
+        known = None  # somebody put another one in its place
+    if everywhere(known is not None) and known is not None:
         return known
-    profile = _Measuring(feeding, sample, cuts, compile, states).profile(optimizer, sizes, bandwidth)
+    profile = _Measuring(feeding, sample, cuts, compile, states, everywhere).profile(optimizer, sizes, bandwidth)
     if cached:
         cache.save(key, profile)
     return profile
+
+
+def key_of(
+    feeding: Feeding,
+    sample: Batch,
+    cuts: Sequence[str],
+    optimizer: Optimizer | None,
+    compile: bool,
+    *,
+    states: Sequence[State] | None = None,
+    sizes: tuple[int, int] | None = None,
+    bandwidth: float | None = None,
+) -> str:
+    """Under which name `measure` keeps what it finds on disk."""
+    states = states or (COMPILED_STATES if compile else STATES)
+    settings = {"optimizer": _described(optimizer), "compile": compile, "states": list(states)}
+    return cache.key_of(feeding, sample, cuts, settings | {"sizes": sizes, "bandwidth": bandwidth})
 
 
 def _described(optimizer: Optimizer | None) -> str:
@@ -86,13 +107,20 @@ def _described(optimizer: Optimizer | None) -> str:
 
 class _Measuring:
     def __init__(
-        self, feeding: Feeding, sample: Batch, cuts: Sequence[str], compile: bool, states: Sequence[State]
+        self,
+        feeding: Feeding,
+        sample: Batch,
+        cuts: Sequence[str],
+        compile: bool,
+        states: Sequence[State],
+        everywhere: Callable[[bool], bool] = bool,
     ) -> None:
         self.feeding = feeding
         # No more than will be measured: the sample may be a whole global batch.
         self.sample = placed(resized(sample, min(batch_size(sample), _LARGEST)), feeding.device)
         self.compile = compile
         self.states = list(states)
+        self.everywhere = everywhere
         self.seen = trace(feeding, sample)
         self.cuts = self._once(cuts)
         self.notes: list[str] = []
@@ -114,7 +142,7 @@ class _Measuring:
         model, device = self.feeding.model, self.feeding.device
         update = cost_of_update(model, optimizer)
         rate = link.bandwidth(device) if bandwidth is None else bandwidth
-        self.sends = rate > 0
+        self.sends = self.everywhere(rate > 0)
         with untouched(model):
             sizes = sizes or self._sizes()
             seen = self._all_states(sizes)
@@ -152,7 +180,20 @@ class _Measuring:
             couples_samples=any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()),
             notes=(*update.notes, *self.notes),
             gradient_parts=self._gradient_parts(),
+            smallest=self._smallest(),
         )
+
+    def _smallest(self) -> int:
+        """One, if the model takes a single sample: a batch norm over nothing but samples does not."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what it says of a single sample is of no interest
+                trace(self.feeding, self.sample, samples=1)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # in whatever words it refuses
+            return 2
+        return 1
 
     def _gradient_parts(self) -> tuple[int, ...]:
         """Bytes of the gradients that come into being in each segment's backward, and in the tail's.
@@ -196,14 +237,14 @@ class _Measuring:
             for state in self.states:
                 progress.update(task, description=f"measuring: {state}")
                 for size in sizes:
-                    if state.save == "everything" and not self._has_room(size):
-                        found = None
-                    else:
+                    found = None
+                    if state.save != "everything" or self.everywhere(self._has_room(size)):
                         found = self._state(state, size)
-                    if found is None:
+                    if not self.everywhere(found is not None) or found is None:
                         self.notes.append(f"{state} could not be measured: {size} samples do not fit.")
                         break
-                    seen[state, size] = found
+                    away = self._away(state, resized(self.sample, size), found.bytes)
+                    seen[state, size] = found._replace(away=away)
                     progress.advance(task)
         seen = {(s, n): one for (s, n), one in seen.items() if all((s, size) in seen for size in sizes)}
         if not seen:
@@ -231,7 +272,7 @@ class _Measuring:
             if applied is not None:
                 applied.remove()
             self._free()
-        return Seen(seconds, counted, self._away(state, batch, counted))
+        return Seen(seconds, counted, None)
 
     def _away(self, state: State, batch: Batch, here: Bytes) -> Bytes | None:
         """The bytes if everything that is saved waits on the host."""
@@ -271,10 +312,11 @@ class _Measuring:
         size = 2
         if self.feeding.device.type != "cuda":
             return size, 2 * size
-        before = self._forward_seconds(size)
-        while 2 * size < _LARGEST and self._has_room(4 * size):
+        before = 0.0  # not yet known: where there is no room for more, even so few may be too many
+        while 2 * size < _LARGEST and self.everywhere(self._has_room(4 * size)):
+            before = before or self._forward_seconds(size)
             now = self._forward_seconds(2 * size)
-            if now >= _SATURATED * before:
+            if self.everywhere(now >= _SATURATED * before):
                 break
             size, before = 2 * size, now
         return size, 2 * size

@@ -18,6 +18,7 @@ _MANY = 60  # segments, from which on only promising slicings are searched thoro
 _QUICK, _LONG = (20,), (120, 300)  # widths of searches in long chains: of all slicings, and of the fastest
 _WIDE = (120, 3000, 12000)  # and in others, of slicings that may hold something faster
 _ROUNDED = 1 + 1e-9
+_SHOWN = 5e-4  # the least gain that does not read as 0.0%
 _FINER = 1.25  # ratio of neighbouring micro-batches among those that do not divide the global batch
 
 
@@ -30,12 +31,27 @@ class DoesNotFit(ValueError):  # noqa: N818 - it reads as what it says
         self.largest_micro_batch = largest_micro_batch  # 0 if not even one sample fits
 
 
+class Words(NamedTuple):
+    """What the settings are called where the question comes from: remedies speak of these."""
+
+    memory: str = "memory"
+    whole: str = "one_forward=True keeps it whole"
+
+
+OF_PLAN = Words()
+
+
 class Cut(NamedTuple):
     """How a global batch is sliced: `k_steps` slices, of which some are one sample shorter."""
 
     micro_batch: int
     k_steps: int
     shorter: int = 0
+
+    @property
+    def least(self) -> int:
+        """Samples in the shortest slice."""
+        return self.micro_batch - (self.shorter > 0)
 
 
 @dataclass(frozen=True)
@@ -178,25 +194,28 @@ def plan_for(
     k_steps: int | None = None,
     even: bool = False,
     curve: bool = True,
+    words: Words = OF_PLAN,
 ) -> Plan:
     """The fastest plan that fits: `memory` is what the device may reserve, `host_memory` what offload may use.
 
     `one_forward` keeps the batch whole, for losses that couple its samples. `k_steps` cuts it into so many
     micro-batches, neither more nor fewer. `even` allows only micro-batches of equal size. `curve=False` leaves out what
-    other budgets would give.
+    other budgets would give. `words` are for messages.
     """
     whole = Cut(global_batch, 1)
+    if k_steps is not None:
+        k_steps = min(k_steps, global_batch)  # fewer samples than slices: one in each, as batches are cut
     one_forward = one_forward or k_steps == 1
     if one_forward:
         cuts = [whole]
     elif k_steps is not None:
         cuts = [Cut(math.ceil(global_batch / k_steps), k_steps, -global_batch % k_steps)]
     else:
-        cuts = cuts_of(global_batch, even=even)
+        cuts = [cut for cut in cuts_of(global_batch, even=even) if cut == whole or cut.least >= profile.smallest]
     search = Search(profile, global_batch, host_memory, cuts)
     found = search.best(memory, wanted=1 + _RUNNERS_UP)
     if not found:
-        raise _does_not_fit(search, memory, one_forward, k_steps)
+        raise _does_not_fit(search, memory, one_forward, k_steps, words)
     found = search.thoroughly(found, memory)
     best = found[0]
     alone = None
@@ -228,7 +247,7 @@ def plan_for(
         timeline=cost.points,
         fixed_bytes=chain.fixed_bytes,
         device=profile.device,
-        notes=_notes(profile, best, _gap(search, found)),
+        notes=_notes(profile, best, _gap(search, found), words),
     )
 
 
@@ -253,13 +272,10 @@ def _gap(search: Search, found: list[Found]) -> float:
     return gap if gap > _ROUNDED - 1 else 0.0
 
 
-def _notes(profile: Profile, best: Found, gap: float) -> tuple[str, ...]:
+def _notes(profile: Profile, best: Found, gap: float, words: Words) -> tuple[str, ...]:
     notes = list(profile.notes)
     if best.cut.k_steps > 1 and profile.couples_samples:
-        notes.append(
-            f"batch norms see {best.cut.micro_batch:,} samples at a time, not the whole batch; one_forward=True keeps "
-            "it whole."
-        )
+        notes.append(f"batch norms see {best.cut.micro_batch:,} samples at a time, not the whole batch; {words.whole}.")
     if gap:
         notes.append(f"the search was cut short: a plan up to {gap:.2%} faster might exist.")
     return tuple(notes)
@@ -278,17 +294,22 @@ def _reason(
         merged = next((one for one in found if one.cut.k_steps > 1), None)
         if merged is None:
             return f"one forward; {_repeats(search, best)}."
-        gain = merged.seconds / best.seconds - 1
+        how_fast = _compared(merged.seconds / best.seconds - 1)
         return (
-            f"one forward is {gain:.1%} faster than merging {merged.cut.micro_batch:,} × {merged.cut.k_steps:,}; "
+            f"one forward is {how_fast} merging {merged.cut.micro_batch:,} × {merged.cut.k_steps:,}; "
             f"{_repeats(search, best)}."
         )
     if alone is None:
         least = least_memory(search.chain(search.global_batch), search.host_memory)
         needed = "is not possible" if least is None else f"needs {_amount(search, least)}"
         return f"merged, because one forward of {batch} {needed}; {_repeats(search, best)}."
-    gain = alone.seconds / best.seconds - 1
-    return f"merged, {gain:.1%} faster than one forward of {batch}, for which {_repeats(search, alone)}."
+    how_fast = _compared(alone.seconds / best.seconds - 1)
+    return f"merged, {how_fast} one forward of {batch}, for which {_repeats(search, alone)}."
+
+
+def _compared(gain: float) -> str:
+    """Nothing is "0.0% faster"."""
+    return f"{gain:.1%} faster than" if gain >= _SHOWN else "as fast as"
 
 
 def _amount(search: Search, least: int) -> str:
@@ -340,21 +361,33 @@ def _enough(least: int) -> str:
     return text
 
 
-def _does_not_fit(search: Search, memory: int, one_forward: bool, k_steps: int | None = None) -> DoesNotFit:
+def _does_not_fit(
+    search: Search,
+    memory: int,
+    one_forward: bool,
+    k_steps: int | None = None,
+    words: Words = OF_PLAN,
+) -> DoesNotFit:
     least, largest = search.least_memory(), search.largest_micro_batch(memory)
     whole = f"{search.global_batch:,} samples in one forward need" if one_forward else "one sample at a time needs"
-    if k_steps is not None and not one_forward:
+    if not one_forward and (k_steps is not None or search.cuts[0].micro_batch > 1):
         whole = f"micro-batches of {search.cuts[0].micro_batch:,} samples need"
     if least is None:
         rule = "no plan is possible within this host memory"
     else:
         rule = f"{whole} at least {format_bytes(least)} on the device"
-    remedies = [] if least is None else [f"give memory={_enough(least)!r} or more"]
+    remedies = [] if least is None else [f"give {words.memory}={_enough(least)!r} or more"]
     if one_forward and largest:
         remedies.append(f"take at most {largest:,} samples in one forward")
-        remedies.append("leave out one_forward, so that smaller micro-batches are merged")
+        if k_steps is None:
+            remedies.append("leave out one_forward, so that smaller micro-batches are merged")
+        else:
+            remedies.append(f"merge micro-batches, with k_steps={math.ceil(search.global_batch / largest):,} or more")
     elif k_steps is not None and largest:
-        remedies.append(f"take at most {largest:,} samples per micro-batch, by a larger k_steps")
+        remedies.append(
+            f"take at most {largest:,} samples per micro-batch, by a larger k_steps "
+            f"({math.ceil(search.global_batch / largest):,} or more)"
+        )
     elif not one_forward:
         remedies.append("take a smaller model or shorter inputs")
     message = f"{rule}, and the budget is {format_bytes(memory)}: {', or '.join(remedies)}."

@@ -56,7 +56,7 @@ def solve(
     if not _may_fit(chain, memory):
         return None
     if not chain.stages:
-        return _solution(chain, (), 0.0)
+        return _solution(chain, (), np.inf)  # the only one there is
     limits = bound(chain, memory, host_memory)
     if _common_seconds(chain) + limits.least >= faster_than:
         return None

@@ -15,12 +15,21 @@ _WORDS = {
     ("inputs", "host"): "inputs on the host, the rest computed again",
 }
 
+_MEANINGS = {
+    "working": "what the segment that runs at the peak takes for itself",
+    "in flight": "on the way to the host or back",
+    "unexplained": "what a real step took beyond the prediction",
+    "allocator": "gaps between tensors, and what the device takes for itself",
+    "others": "what else this process has on the device",
+}
+
 
 def in_words(state: State) -> str:
     """What happens to a segment."""
     if state.save == "dear":
         where = "kept" if state.home == "device" else "on the host"
-        return f"inputs and {', '.join(state.dear)} outputs {where}, the rest computed again"
+        dear = ", ".join(kind.replace("_", " ") for kind in state.dear)
+        return f"inputs and {dear} outputs {where}, the rest computed again"
     return _WORDS[state.save, state.home]
 
 
@@ -73,8 +82,14 @@ def as_text(plan: Plan) -> str:
         f"  Why: {plan.reason}",
         *(f"  Note: {note}" for note in plan.notes),
         "",
-        *_columns("segments", [(name, in_words(state)) for name, _, state in folded(plan.names, plan.states)]),
-        *_columns("peak", [(kind, format_bytes(size)) for kind, size in plan.peak_by_kind.items() if size]),
+        *_columns(
+            "segments, by the modules that end them",
+            [(name, _count(count), in_words(state)) for name, count, state in folded(plan.names, plan.states)],
+        ),
+        *_columns(
+            "peak",
+            [(kind, format_bytes(size), _MEANINGS.get(kind, "")) for kind, size in plan.peak_by_kind.items() if size],
+        ),
     ]
     if plan.host_bytes:
         lines += _columns("host", [("activations", format_bytes(plan.host_bytes))])
@@ -103,6 +118,10 @@ def _status(plan: Plan) -> str:
         f"Verified: a real step took {format_bytes(peak)} ({peak / plan.peak - 1:+.1%}) and {_seconds(seconds)} "
         f"({seconds / plan.seconds - 1:+.1%})."
     )
+
+
+def _count(segments: int) -> str:
+    return f"{segments:,} segment{'s' if segments > 1 else ''}"
 
 
 def _seconds(seconds: float) -> str:

@@ -69,13 +69,13 @@ class Trace:
         return False
 
 
-def trace(feeding: Feeding, sample: Batch) -> Trace:
-    """Watch one forward on two samples. The model is left as it was.
+def trace(feeding: Feeding, sample: Batch, samples: int = 2) -> Trace:
+    """Watch one forward, on two samples because batch norms may refuse one. The model is left as it was.
 
     Nothing that autograd saves is kept, so that this takes no more memory than a forward without gradients.
     """
     model = feeding.model
-    seen = Trace()
+    seen = Trace(samples=samples)
     open_calls: list[Call] = []
     saved = _SavedBytes([*model.parameters(), *model.buffers()])
     clock = 0
@@ -97,8 +97,7 @@ def trace(feeding: Feeding, sample: Batch) -> Trace:
         clock += 1
 
     handles: list[Any] = []
-    seen.samples = 2  # batch norms refuse one
-    batch = placed(resized(sample, seen.samples), feeding.device)
+    batch = placed(resized(sample, samples), feeding.device)
     with untouched(model, gradients=False), torch.enable_grad():
         for name, module in model.named_modules():
             entering = lambda m, args, kwargs, name=name: enter(m, args, kwargs, name)  # noqa: E731

@@ -1,12 +1,15 @@
 """Runs a model without leaving a trace: parameters, gradients, buffers, attributes and random generators stay."""
 
 import random
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+_OF_ALL_MODULES = frozenset(vars(nn.Module()))  # parameters, buffers, hooks
 
 
 class Before:
@@ -18,6 +21,7 @@ class Before:
     def __init__(self, model: nn.Module) -> None:
         self._buffers = [(owner, name, b, None if b is None else b.detach().clone()) for owner, name, b in _held(model)]
         self._attributes = [(vars(module), vars(module).copy()) for module in model.modules()]
+        self._containers = [(held, held.copy()) for held in _containers(model)]
         self._generators = [(one, one.get_state()) for one in _generators(model)]
         self._random = _random_state()
 
@@ -29,6 +33,10 @@ class Before:
         for now, then in self._attributes:
             now.clear()
             now.update(then)
+        for held, copy in self._containers:
+            held.clear()
+            fill = held.extend if isinstance(held, list | deque) else held.update
+            fill(copy)
         for owner, name, buffer, copy in self._buffers:
             owner._buffers[name] = buffer
             if buffer is not None and copy is not None:
@@ -60,6 +68,12 @@ def untouched(model: nn.Module, *, gradients: bool = True) -> Iterator[None]:
 
 def _held(model: nn.Module) -> list[tuple[nn.Module, str, Tensor | None]]:
     return [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
+
+
+def _containers(model: nn.Module) -> list[Any]:
+    """Lists, dicts and the like that modules keep for themselves, and may write to: counts, histories."""
+    held = [value for m in model.modules() for name, value in vars(m).items() if name not in _OF_ALL_MODULES]
+    return [value for value in held if type(value) in (list, deque, dict, set)]
 
 
 def _generators(model: nn.Module) -> list[torch.Generator]:

@@ -1,7 +1,9 @@
 """One real step with a plan: what it takes, beside what was predicted; and a new plan, if that was too little."""
 
+import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -11,11 +13,13 @@ from fleetx.planner.feeding import Feeding, placed, resized
 from fleetx.planner.meter import meter_for
 from fleetx.planner.observing import Watch
 from fleetx.planner.plan import Moment, Plan
+from fleetx.planner.search import DoesNotFit
 from fleetx.planner.untouched import untouched
 from fleetx.slicing import Batch
 
 TOLERANCE = 0.03
 MOST_PLANS = 3
+FAR_OFF = 1.5  # times the predicted seconds, or less than these by as much
 
 
 def verify(plan: Plan, feeding: Feeding, sample: Batch) -> Plan:
@@ -45,8 +49,7 @@ def verify(plan: Plan, feeding: Feeding, sample: Batch) -> Plan:
             finally:
                 watch.remove()
     finally:
-        if applied is not None:
-            applied.remove()
+        applied.remove()
     assert step.turn is not None
     assert step.end is not None
     # What an earlier plan took beyond its prediction is a guess, which is not there.
@@ -88,21 +91,46 @@ def until_verified(
 ) -> Verified:
     """Make a plan and run it; if it took more memory than predicted, or ran out of it, allow for that and plan again.
 
-    At most three times anew. If none was as predicted, the fastest of those that were within the budget is returned, or
-    else the most frugal one; it says what it took. One that ran out of memory is returned unverified. `largest` makes
-    of this worker's peak that of all workers.
+    At most three times anew. If none was as predicted, or no further one is possible, the fastest of those that were
+    within the budget is returned, or else the most frugal one; it says what it took. One that ran out of memory is
+    returned unverified. `largest` makes of this worker's number the largest of all workers', so that all of them
+    choose the same plan.
     """
-    tried: list[Verified] = []
+    tried: list[tuple[float, float, Verified]] = []
     for attempt in range(1 + MOST_PLANS):
-        plan = make(profile)
+        try:
+            plan = make(profile)
+        except DoesNotFit:
+            if not any(beyond == 0 for beyond, _, _ in tried):
+                raise
+            break  # what this one would have allowed for had room all the same
         ran, peak = _ran(plan, feeding, sample)
         peak = largest(peak)
         if peak <= allowed(plan):
             return Verified(ran, profile)
         # More each time: another plan is wrong by another amount.
         profile = profile.corrected(plan.micro_batch, (peak - plan.peak) * (1 + attempt))
-        tried.append(Verified(ran, profile))
-    return min(tried, key=lambda one: _badness(one.plan))
+        beyond = math.inf if largest(int(not ran.verified)) else max(0.0, peak / plan.memory - 1)
+        # Predicted seconds: those that were measured differ from worker to worker.
+        tried.append((beyond, plan.seconds, Verified(ran, profile)))
+    return min(tried, key=lambda one: one[:2])[2]
+
+
+def time_is_right(plan: Plan) -> bool:
+    """Whether a real step, if there was one, took about as long as predicted."""
+    if plan.measured is None:
+        return True
+    return plan.seconds / FAR_OFF <= plan.measured.seconds <= plan.seconds * FAR_OFF
+
+
+def with_doubtful_time(plan: Plan) -> Plan:
+    """The plan, with a note on its time."""
+    assert plan.measured is not None
+    note = (
+        f"a real step took {plan.measured.seconds / plan.seconds:.2f} times as long as predicted: the machine was busy "
+        "in one of them, or steps are very short. The model is measured anew next time; another plan may be faster."
+    )
+    return replace(plan, notes=(*plan.notes, note))
 
 
 def allowed(plan: Plan) -> float:
@@ -120,10 +148,3 @@ def _ran(plan: Plan, feeding: Feeding, sample: Batch) -> tuple[Plan, int]:
         return plan, int(plan.memory * 1.1)
     assert ran.measured is not None
     return ran, ran.measured.peak
-
-
-def _badness(plan: Plan) -> tuple[float, float]:
-    """First how far beyond the budget, then how slow."""
-    if plan.measured is None:
-        return float("inf"), plan.seconds
-    return max(0.0, plan.measured.peak / plan.memory - 1), plan.measured.seconds

@@ -1,0 +1,97 @@
+"""What `fleetx.plan` was asked: what cannot be meant is refused at once, and what is doubtful becomes a note."""
+
+import difflib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fleetx.notices import shown
+from fleetx.slicing import Batch
+
+_PRECISIONS = (torch.bfloat16, torch.float16)
+
+
+def check(
+    model: object,
+    sample: Batch,
+    loss_fn: Callable[[Any, Any], Any] | None,
+    optimizer: object,
+    checkpoints: object,
+    precision: object,
+) -> None:
+    """Raise for whatever would otherwise fail in other words, or much later."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"fleetx.plan takes an nn.Module, not a {type(model).__name__}.")
+    _check_optimizer(optimizer)
+    _check_precision(precision)
+    _check_checkpoints(model, checkpoints)
+    if loss_fn is None:
+        _check_call(model, sample)
+
+
+def doubts(model: nn.Module, optimizer: Optimizer | None) -> tuple[str, ...]:
+    """What a reader of the plan should know: it was planned as asked, but perhaps not as meant."""
+    notes = []
+    if not model.training:
+        notes.append("the model is in eval() mode and was planned so; model.train() before planning, if it trains.")
+    own = {id(parameter) for parameter in model.parameters()}
+    moved = [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
+    if moved and own.isdisjoint(map(id, moved)):
+        notes.append("the optimizer has none of this model's parameters; one of its kind was planned for them.")
+    return tuple(notes)
+
+
+def _check_optimizer(optimizer: object) -> None:
+    if optimizer is None or isinstance(optimizer, Optimizer):
+        return
+    is_class = isinstance(optimizer, type)
+    got = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else shown(optimizer)
+    remedy = "make one with the model's parameters" if is_class else "give one, or leave it out"
+    raise TypeError(f"optimizer must be a torch optimizer or None, got {got}: {remedy}.")
+
+
+def _check_precision(precision: object) -> None:
+    rule = "precision must be torch.bfloat16, torch.float16 or None"
+    if precision is not None and not isinstance(precision, torch.dtype):
+        raise TypeError(f"{rule}, got {shown(precision)}: write for example precision=torch.bfloat16.")
+    if precision is not None and precision not in _PRECISIONS:
+        raise ValueError(f"{rule}, got {precision}: autocast knows no other; leave it out for the model's own dtypes.")
+
+
+def _check_checkpoints(model: nn.Module, checkpoints: object) -> None:
+    rule = 'checkpoints must be a list of names or "auto"'
+    if isinstance(checkpoints, str):
+        if checkpoints != "auto":
+            raise ValueError(f"{rule}, got {checkpoints!r}: write [{checkpoints!r}] for a single one.")
+        return
+    if not isinstance(checkpoints, list | tuple) or not all(isinstance(name, str) for name in checkpoints):
+        raise TypeError(f'{rule}, got {shown(checkpoints)}: write for example ["blocks.0", "blocks.1"].')
+    if not checkpoints:
+        raise ValueError('checkpoints must name at least one module, got none: leave them to FleetX with "auto".')
+    known = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    unknown = [name for name in checkpoints if name not in known]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], known, n=3)
+        remedy = f"did you mean {' or '.join(map(repr, near))}?" if near else "model.named_modules() lists all names."
+        raise ValueError(f"the model has no module {unknown[0]!r} to cut at: {remedy}")
+
+
+def _check_call(model: nn.Module, sample: Batch) -> None:
+    """Without a loss function all of the sample goes to the model: a target is one argument too many."""
+    if not isinstance(sample, tuple | list):
+        return
+    try:
+        signature = inspect.signature(model.forward)
+    except (TypeError, ValueError):
+        return  # some forwards do not tell
+    try:
+        signature.bind(*sample)
+    except TypeError as error:
+        raise TypeError(
+            f"without loss_fn the model is called with all of the sample, got {len(sample)} parts, which its forward "
+            f"does not take ({error}). Give loss_fn if the sample is (inputs, target), or what the forward takes."
+        ) from error

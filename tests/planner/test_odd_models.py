@@ -1,0 +1,143 @@
+"""Models that are not a stack of blocks with one output: from the model to a plan that a real step confirms."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import fleetx
+from fleetx.planner.feeding import Feeding
+from fleetx.planner.search import DoesNotFit
+
+
+class Shared(nn.Module):
+    """One block at all depths: nothing runs once but the head."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.head = nn.Sequential(nn.Linear(16, 16), nn.Tanh()), nn.Linear(16, 4)
+
+    def forward(self, x):
+        for _ in range(5):
+            x = self.block(x)
+        return self.head(x)
+
+
+class Bare(nn.Module):
+    """Without any module inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 4))
+
+    def forward(self, x):
+        return torch.tanh(x @ self.weight)
+
+
+def stack(depth=4, *, norm=False):
+    blocks = (
+        nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16) if norm else nn.Identity(), nn.Tanh()) for _ in range(depth)
+    )
+    return nn.Sequential(*blocks, nn.Linear(16, 4))
+
+
+def frozen():
+    model = stack(6)
+    model[:3].requires_grad_(False)
+    return model
+
+
+class Coupled(nn.Module):
+    """An encoder and a decoder that reads it at every depth."""
+
+    def __init__(self):
+        super().__init__()
+        self.both, self.head = nn.Transformer(16, 2, 2, 2, 32, batch_first=True), nn.Linear(16, 4)
+
+    def forward(self, x):
+        x = x[:, None].expand(-1, 3, -1)
+        return self.head(self.both(x, x)).mean(dim=1)
+
+
+def sample(size=4):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(size, 16, generator=generator), torch.randn(size, 4, generator=generator)
+
+
+@pytest.mark.parametrize("make", [Shared, Bare, frozen, Coupled])
+def test_any_model_is_planned_and_a_real_step_confirms_it(make):
+    torch.manual_seed(0)
+    model = make()
+    settings = {"loss_fn": functional.mse_loss, "global_batch": 13, "bandwidth": 0.0}
+    with pytest.raises(DoesNotFit) as caught:
+        fleetx.plan(model, sample(1), memory=1, **settings)
+    for share in (1.0, 1.5):
+        plan = fleetx.plan(model, sample(1), memory=int(caught.value.least_memory * share), verify=True, **settings)
+        assert plan.verified
+        assert plan.measured.peak <= plan.memory * 1.03
+        assert plan.is_exact
+
+
+def test_batch_norms_are_not_planned_with_a_single_sample_that_they_refuse():
+    torch.manual_seed(0)
+    model = stack(norm=True)
+    settings = {"loss_fn": functional.mse_loss, "global_batch": 9, "bandwidth": 0.0}
+    with pytest.raises(DoesNotFit, match="micro-batches of . samples") as caught:
+        fleetx.plan(model, sample(), memory=1, **settings)
+    plan = fleetx.plan(model, sample(), memory=caught.value.least_memory, verify=True, **settings)
+    assert plan.global_batch // plan.k_steps >= 2
+
+
+@dataclass
+class Output:
+    scores: Tensor
+    hidden: Tensor
+
+
+class Answering(nn.Module):
+    """Gives its answer in the form that it is asked for."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.stack, self.form = stack(2), form
+
+    def forward(self, x, y):
+        scores = self.stack(x)
+        return self.form(functional.mse_loss(scores, y), scores)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda loss, scores: {"loss": loss, "scores": scores},
+        lambda loss, scores: SimpleNamespace(loss=loss, scores=scores),
+        lambda loss, scores: {"first": loss / 2, "second": loss / 2},
+    ],
+)
+def test_what_comes_beside_losses_is_not_trained(form):
+    x, y = sample()
+    model = Answering(form)
+    plain = functional.mse_loss(model.stack(x), y)
+    torch.testing.assert_close(Feeding(model).loss((x, y)), plain)
+
+
+def test_an_output_without_a_loss_is_trained_as_a_whole():
+    model = Answering(lambda loss, scores: (scores, loss))  # the second may be a small part of the user's loss
+    x, y = sample()
+    scores = model.stack(x)
+    torch.testing.assert_close(Feeding(model).loss((x, y)), scores.mean() + functional.mse_loss(scores, y))
+
+
+def test_an_output_in_an_object_has_gradients_too():
+    model = Answering(lambda _, scores: Output(scores, scores * 2))
+    torch.testing.assert_close(Feeding(model).loss(sample()), model.stack(sample()[0]).mean() * 3)
+    assert fleetx.plan(model, sample(), memory="1MiB", bandwidth=0.0).global_batch == 4
+
+
+def test_a_model_can_be_planned_where_gradients_are_off():
+    with torch.no_grad():
+        plan = fleetx.plan(stack(), sample(), loss_fn=functional.mse_loss, memory="1MiB", bandwidth=0.0, verify=True)
+    assert plan.verified

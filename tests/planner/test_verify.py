@@ -1,0 +1,105 @@
+"""Plans that are tried: which one is taken if none is as predicted, and that all workers take the same."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import fleetx
+from fleetx.planner import cache, verify
+from fleetx.planner.feeding import Feeding
+from fleetx.planner.search import DoesNotFit, plan_for
+from tests.planner.profiles import transformer
+
+GIB = 2**30
+FEEDING = Feeding(nn.Linear(2, 2))
+
+
+def plans(*seconds):
+    """Plans that take so long, one after the other; after the last nothing fits any more."""
+    base = plan_for(transformer(4), memory=16 * GIB, global_batch=8, curve=False)
+    left = [replace(base, seconds=float(one)) for one in seconds]
+
+    def make(_profile):
+        if not left:
+            raise DoesNotFit("nothing fits", 1, 1)
+        return left.pop(0)
+
+    return base, make
+
+
+def taking(monkeypatch, *took):
+    """Each trial takes so many bytes and seconds; None: it runs out of memory."""
+    left = list(took)
+
+    def tried(plan, _feeding, _sample):
+        one = left.pop(0)
+        if one is None:
+            raise torch.OutOfMemoryError("out of memory")
+        return plan.with_measurement(*one)
+
+    monkeypatch.setattr(verify, "verify", tried)
+
+
+def found(make, largest=int):
+    return verify.until_verified(transformer(4), FEEDING, None, make, largest).plan
+
+
+def test_a_plan_within_the_budget_is_kept_if_no_further_one_is_possible(monkeypatch):
+    base, make = plans(5)
+    taking(monkeypatch, (int(base.peak * 1.1), 5.0))
+    assert base.peak * 1.1 < base.memory
+    plan = found(make)
+    assert plan.measured.peak == int(base.peak * 1.1)
+
+
+@pytest.mark.parametrize("took", [None, (17 * GIB, 5.0)])
+def test_a_plan_beyond_the_budget_is_not_kept_if_no_further_one_is_possible(monkeypatch, took):
+    _, make = plans(5)
+    taking(monkeypatch, took)
+    with pytest.raises(DoesNotFit):
+        found(make)
+
+
+def test_of_plans_that_all_take_more_the_fastest_within_the_budget_is_taken(monkeypatch):
+    base, make = plans(4, 5, 6, 7)
+    more = int(base.peak * 1.1)
+    taking(monkeypatch, (17 * GIB, 4.0), (more, 6.0), (more, 5.0), None)
+    assert found(make).seconds == 5
+
+
+def test_a_plan_that_ran_out_of_memory_comes_last(monkeypatch):
+    _, make = plans(4, 5, 6, 7)
+    taking(monkeypatch, (20 * GIB, 4.0), None, (19 * GIB, 6.0), None)
+    assert found(make).seconds == 6
+
+
+def test_workers_whose_trials_differ_take_the_same_plan(monkeypatch):
+    """The first one alone would take its second plan, and the second one its fourth."""
+    more, beyond = int(plans()[0].peak * 1.1), 17 * GIB
+    trials = [
+        [(more, 9.0), (more, 1.0), (beyond, 9.0), (more, 9.0)],
+        [(beyond, 9.0), None, (more, 9.0), (more, 1.0)],
+    ]
+    chosen, said = [], [[], []]
+    for worker in (0, 1, 0):  # the first one once to say what it has, and once to hear what the other says
+        taking(monkeypatch, *trials[worker])
+        heard = iter(said[1 - worker])
+
+        def largest(number, worker=worker, heard=heard):
+            said[worker].append(number)
+            return max(number, next(heard, 0))
+
+        said[worker].clear()
+        chosen.append(found(plans(4, 5, 6, 7)[1], largest).seconds)
+    assert chosen[1:] == [7, 7]
+
+
+@pytest.mark.parametrize(("factor", "is_kept"), [(1.0, True), (1.4, True), (1.6, False), (0.5, False)])
+def test_a_time_far_off_is_noted_and_its_profile_is_forgotten(monkeypatch, factor, is_kept):
+    monkeypatch.setattr(verify, "verify", lambda plan, *_: plan.with_measurement(plan.peak, plan.seconds * factor))
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+    plan = fleetx.plan(model, (torch.randn(2, 4),), memory="1MiB", bandwidth=0.0, verify=True)
+    assert len(list(cache.folder().iterdir())) == is_kept
+    assert any("times as long as predicted" in note for note in plan.notes) != is_kept
