@@ -42,6 +42,7 @@ def cases(monkeypatch):
     return made
 
 
+@pytest.mark.full
 def test_what_is_planned_is_run_and_saved(cases, tmp_path):
     results, path, complete = bench.measure(tmp_path, tiny=True)
     assert complete

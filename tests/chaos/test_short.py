@@ -15,6 +15,7 @@ def first(trials, count):
     return found
 
 
+@pytest.mark.full
 def test_causes_are_named(tmp_path):
     kinds = ["raise", "SIGKILL", "import", "hang", "exit", "segfault"]
     trials = scenarios.causes(tmp_path, random.Random(1), per_job=len(kinds), kinds=kinds, workers=2, limit=6)

@@ -22,7 +22,7 @@ def test_one_worker_resumes_bit_for_bit(tmp_path, case):
 
 
 @pytest.mark.parametrize(
-    "workers", [pytest.param(2, marks=pytest.mark.full), 3, pytest.param(4, marks=pytest.mark.full)]
+    "workers", [2, pytest.param(3, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)]
 )
 def test_workers_of_a_job_resume_bit_for_bit(tmp_path, workers):
     """In mid-window and mid-epoch, with dropout, low precision, LARS and LAMB; each case in new processes."""

@@ -6,7 +6,7 @@ import torch
 from tests.jobs.starting import ROOT, start
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.full)])
 def job(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ddp")
     start(ROOT / "tests/jobs/ddp_worker.py", folder, workers=request.param)

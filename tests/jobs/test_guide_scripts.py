@@ -15,7 +15,6 @@ import torch
 
 from fleetx.data import make_digital, make_imagenet
 from fleetx.data.vocabulary import SPECIAL
-from fleetx.strategy import UNBUILT
 from tests.jobs.starting import ROOT
 
 GUIDE = ROOT / "examples" / "guide"
@@ -167,7 +166,7 @@ def test_train_fleet_gradient_merge(tmp_path, compiled):
     assert all(re.search(r"^windows 16$", log, re.MULTILINE) for log in job.logs)
 
 
-@pytest.mark.skipif("recompute" in UNBUILT, reason="recompute is not built yet")
+@pytest.mark.full
 @tiers
 def test_train_fleet_recompute(tmp_path, compiled):
     epochs, batches = 2, 21
@@ -198,6 +197,7 @@ def check_log(job, epochs, batches):
     assert not re.search(ACCURACY, job.logs[1])
 
 
+@pytest.mark.full
 def test_dynamic_gradient_merge(tmp_path):
     batches = 62
     list_path = images(tmp_path, 2 * 16 * batches)

@@ -254,7 +254,11 @@ def a_function_keeps_the_module_alive(): pass
 """
 
 
-@pytest.mark.parametrize("options", [[], ["--fresh_workers"]], ids=["forked", "fresh"])
+@pytest.mark.parametrize(
+    "options",
+    [[], pytest.param(["--fresh_workers"], marks=pytest.mark.full)],
+    ids=["forked", "fresh"],
+)
 def test_workers_draw_random_numbers_of_their_own(script, tmp_path, options):
     start(script(FRESH), tmp_path, workers=2, options=options)
     first, second = ((tmp_path / str(rank)).read_text().split() for rank in range(2))
@@ -311,7 +315,7 @@ time.sleep(600)
     ("place", "workers", "stuck"),
     [
         ("data", 2, "worker 1"),
-        ("first step", 1, "worker 0"),
+        pytest.param("first step", 1, "worker 0", marks=pytest.mark.full),
         pytest.param("imports", 2, "worker 1", marks=pytest.mark.full),
         pytest.param("prepares", 2, None, marks=pytest.mark.full),
     ],

@@ -7,7 +7,7 @@ from tests.fleet.planned import same
 from tests.jobs.starting import ROOT, start
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_workers_agree_on_plans_and_on_smaller_ones(workers, tmp_path):
     start(ROOT / "tests" / "jobs" / "planning_worker.py", tmp_path, workers=workers)
     found = [torch.load(tmp_path / f"{workers}-{rank}.pt", weights_only=False) for rank in range(workers)]

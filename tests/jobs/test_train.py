@@ -60,6 +60,7 @@ def test_a_run_trains_and_leaves_its_folder(tmp_path):
     assert positions == sorted(positions)
 
 
+@pytest.mark.full
 def test_a_strategy_file_and_a_single_worker(tmp_path):
     file = tmp_path / "mine.toml"
     DistributedStrategy(gradient_merge=True, gradient_merge_configs={"k_steps": 2}).save(file)
