@@ -16,9 +16,9 @@ from fleetx.memory.buffers import Watch
 from fleetx.memory.compiling import SharedCompilations
 from fleetx.memory.dear import KINDS
 from fleetx.memory.experience import Experience
-from fleetx.memory.names import find_cuts
+from fleetx.memory.names import find_cuts, operation_name
 from fleetx.memory.recording import Recorder
-from fleetx.memory.running import Run, active_run, end_stale, operation_name
+from fleetx.memory.running import Run, active_run, end_stale
 from fleetx.memory.states import Home, Save, Segment
 from fleetx.units import parse_bytes
 

@@ -2,8 +2,9 @@
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import nn
 
@@ -147,3 +148,11 @@ def _unknown(name: str, modules: dict[str, nn.Module]) -> str:
 def _near(name: str, names: list[str]) -> str:
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.4)
     return f" (near: {', '.join(near)})." if near else "."
+
+
+def operation_name(container: str, function: Callable[..., Any], counts: dict[str, int]) -> str:
+    """`container:function`, with a number from the second time on."""
+    name = getattr(function, "__name__", type(function).__name__).strip("_")
+    number = counts.get(name, 0)
+    counts[name] = number + 1
+    return f"{container}:{name}" + (f"_{number}" if number else "")

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fleetx.memory import dear, randomness
-from fleetx.memory.buffers import Snapshot
 from fleetx.memory.checking import LateFillers, checksum
 from fleetx.memory.experience import Experience, Learned
-from fleetx.memory.names import Cuts
+from fleetx.memory.leaf import Leaf
+from fleetx.memory.names import Cuts, operation_name
 from fleetx.memory.recompute import Frame, Kept, Saved, unchanged
 from fleetx.memory.recording import Recorder, drop_deaf
 from fleetx.memory.states import DEAR_KINDS, Segment
@@ -359,7 +359,10 @@ class Run:
         is_likely = is_known or any(getattr(part, "inplace", False) for part in module.modules())
         noted = self._noted(args, kwargs, may_write, is_sure=is_known, is_likely=is_likely)
         snapshot = self.experience.watch.before(module)
-        self._leaf = Leaf(self, module, tensors, noted, snapshot, Surroundings.now(self.kinds))
+        self._leaf = Leaf(
+            module, tensors, noted, snapshot, Surroundings.now(self.kinds), len(self.frame.looks), self._dear()
+        )
+        self._leaf.enter(self.frame.state, self.experience.compilations)
 
     def leave_leaf(self, output: Any) -> None:
         """It ends, be it by an error."""
@@ -403,7 +406,7 @@ class Run:
                 offset = old.storage_offset() - buffer.storage_offset()
                 external.replace(copy.as_strided(old.size(), old.stride(), offset).clone())
 
-    def _end_leaf(self) -> "Leaf | None":
+    def _end_leaf(self) -> Leaf | None:
         leaf, self._leaf = self._leaf, None
         if leaf is not None:
             leaf.leave()
@@ -417,39 +420,6 @@ class Begun(NamedTuple):
     written: list[Tensor]
     first: int  # number of the first tensor that is saved
     dear: dear.Noted | None
-
-
-class Leaf:
-    """A module that runs as a whole, while it runs."""
-
-    def __init__(
-        self, run: Run, module: nn.Module, tensors: list[Tensor], noted: Any, snapshot: Snapshot, where: Surroundings
-    ) -> None:
-        self.module, self.noted, self.snapshot, self.where = module, noted, snapshot, where
-        self.tensors, self.versions = tensors, [version_of(tensor) for tensor in tensors]
-        self.first = len(run.frame.looks)
-        self.callee: Callable[..., Any] = module
-        self.dear = run._dear()
-        self._undo: list[Callable[[], Any]] = []
-        state, compilations = run.frame.state, run.experience.compilations
-        if compilations is not None:
-            self.callee = compilations.callee(module, state)
-            saving = compilations.saving(state)
-            saving.__enter__()
-            self._undo.append(lambda: saving.__exit__(None, None, None))
-        elif self.dear is not None:
-            saving = dear.Saving(self.dear)
-            saving.__enter__()
-            self._undo.append(lambda: saving.__exit__(None, None, None))
-
-    def written(self) -> set[int]:
-        """Which of its inputs the module wrote to."""
-        return {i for i, (t, v) in enumerate(zip(self.tensors, self.versions, strict=True)) if version_of(t) != v}
-
-    def leave(self) -> None:
-        """Undo what was done for the module, last first."""
-        while self._undo:
-            self._undo.pop()()
 
 
 def _require_one_to_move_from(devices: tuple[torch.device, ...], cuts: Cuts) -> None:
@@ -475,14 +445,6 @@ def _is_called(model: nn.Module) -> bool:
 
 def _pointers(tensors: list[Tensor]) -> set[int]:
     return {pointer for tensor in tensors if (pointer := pointer_of(tensor)) is not None}
-
-
-def operation_name(container: str, function: Callable[..., Any], counts: dict[str, int]) -> str:
-    """`container:function`, with a number from the second time on."""
-    name = getattr(function, "__name__", type(function).__name__).strip("_")
-    number = counts.get(name, 0)
-    counts[name] = number + 1
-    return f"{container}:{name}" + (f"_{number}" if number else "")
 
 
 def _kinds(state: Segment) -> tuple[str, ...]:
