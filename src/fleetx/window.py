@@ -224,6 +224,7 @@ class Window:
                 "an earlier window failed on this worker, so it is out of step with the others: "
                 f"{type(self._failure).__name__}: {self._failure}. End this process; the job must be started anew."
             ) from self._failure
+        stopping.window_begins()
         self.weighing = weighing
         self._members = self._trainable()
         for parameter in self._parameters():

@@ -366,6 +366,44 @@ def test_a_job_whose_worker_somebody_else_asks_to_leave_is_not_taken_for_done(sc
     assert all("saves and leaves" in (tmp_path / "log" / f"workerlog.{rank}").read_text() for rank in range(2))
 
 
+LATE = """
+import os, sys, time
+import torch
+from fleetx import fleet
+fleet.init()
+model = fleet.distributed_model(torch.nn.Linear(2, 2))
+optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+open(sys.argv[1] + os.environ["RANK"], "w").write(str(os.getpid()))
+if os.environ["RANK"] == "1":
+    time.sleep(2)
+for number in range(6000):
+    optimizer.minimize(model(torch.ones(2)).sum())
+    time.sleep(0.01)
+    {asks}
+"""
+
+
+def test_a_signal_waits_for_a_worker_that_is_late_in_its_first_step(script, tmp_path):
+    """It has not asked yet, and would die of the signal; then the others could not save."""
+    asks = "if fleet.stop_requested(): print('saves and leaves'); break"
+    job = Running(script(LATE.format(asks=asks)), tmp_path)
+    job.wait_for_workers()
+    time.sleep(0.5)  # worker 0 is in its first window by now, and waits for the other one
+    job.launcher.send_signal(signal.SIGTERM)
+    assert job.end() == 128 + signal.SIGTERM
+    assert all("saves and leaves" in (tmp_path / "log" / f"workerlog.{rank}").read_text() for rank in range(2))
+
+
+def test_a_script_that_never_asks_does_not_keep_a_signal_waiting(script, tmp_path):
+    job = Running(script(LATE.format(asks="")), tmp_path)
+    job.wait_for_workers()
+    time.sleep(3)
+    began = time.monotonic()
+    job.launcher.send_signal(signal.SIGTERM)
+    assert job.end() == 128 + signal.SIGTERM
+    assert time.monotonic() - began < SOON
+
+
 SAVES = """
 import os, sys, signal, time
 def save(*_):

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from fleetx.applications.bert_config import BertConfig
 from fleetx.applications.bert_packing import Packing
+from fleetx.applications.cheap_dropout import CheapDropout
 from fleetx.applications.packed_attention import attend
 
 Visible = Tensor | Packing | None
@@ -46,7 +47,7 @@ class BertEmbeddings(nn.Module):
         self.position_embeddings = nn.Embedding(config.max_positions, config.width)
         self.token_type_embeddings = nn.Embedding(config.token_types, config.width)
         self.LayerNorm = StreamLayerNorm(config.width, eps=config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = CheapDropout(config.dropout)
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor | None, packing: Packing | None = None) -> Tensor:
         """The first hidden states; this is where the residual stream gets its dtype."""
@@ -106,7 +107,7 @@ class BertResidual(nn.Module):
         super().__init__()
         self.dense = nn.Linear(width_in, config.width)
         self.LayerNorm = StreamLayerNorm(config.width, eps=config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = CheapDropout(config.dropout)
 
     def forward(self, hidden: Tensor, shortcut: Tensor) -> Tensor:
         """The new residual stream."""

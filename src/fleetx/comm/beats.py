@@ -1,11 +1,13 @@
 """How far each worker has come: a page of memory that workers write into and their launcher reads.
 
-Beside the count of its steps each worker notes there whether its first step is due, and which signal it got.
+Beside the count of its steps each worker notes there whether its first step is due, which signal it got, and whether its
+script asks to be told about signals.
 
 A beat costs well under a microsecond, needs no thread, and reaches the launcher even if it comes from a process that is
 killed right after it.
 """
 
+import enum
 import mmap
 import os
 import struct
@@ -13,16 +15,27 @@ from pathlib import Path
 from typing import NamedTuple
 
 FILE = "FLEETX_BEATS"
-_COUNT, _DUE, _SIGNAL = struct.Struct("=Q"), struct.Struct("=B"), struct.Struct("=B")
-_SLOT = struct.Struct("=QBB6x")
+_SLOT = struct.Struct("=QBBB5x")
+_COUNT, _FLAG = struct.Struct("=Q"), struct.Struct("=B")
+_DUE, _SIGNAL, _MANNER = (_COUNT.size + place for place in range(3))
+
+
+class Manner(enum.IntEnum):
+    """How a script takes a request to leave."""
+
+    UNKNOWN = 0  # it has not begun to train
+    UNDECIDED = 1  # it trains, and may ask yet
+    ASKS = 2
+    NEVER_ASKS = 3
 
 
 class Beat(NamedTuple):
-    """What a worker has noted: its steps so far, whether the first is due, and the signal that asked it to leave."""
+    """What a worker has noted."""
 
-    count: int = 0
-    due: bool = False
-    signal: int = 0
+    count: int = 0  # its steps so far
+    due: bool = False  # whether the first is
+    signal: int = 0  # that asked it to leave
+    manner: int = Manner.UNKNOWN
 
 
 class BeatReader:
@@ -36,8 +49,8 @@ class BeatReader:
 
     def read(self, slot: int) -> Beat:
         """What this worker has noted."""
-        count, due, number = _SLOT.unpack_from(self._page, slot * _SLOT.size)
-        return Beat(count, bool(due), number)
+        count, due, number, manner = _SLOT.unpack_from(self._page, slot * _SLOT.size)
+        return Beat(count, bool(due), number, manner)
 
     def reset(self) -> None:
         """A new attempt counts anew."""
@@ -68,18 +81,24 @@ class _Beats:
             _COUNT.pack_into(self._page, self._place, self._count)
 
     def expect(self, due: bool) -> None:
-        if self._page is not None:
-            _DUE.pack_into(self._page, self._place + _COUNT.size, due)
+        self._note(_DUE, due)
 
     def note_signal(self, number: int) -> None:
+        self._note(_SIGNAL, number)
+
+    def note_manner(self, manner: Manner) -> None:
+        self._note(_MANNER, manner)
+
+    def _note(self, place: int, flag: int) -> None:
         if self._page is not None:
-            _SIGNAL.pack_into(self._page, self._place + _COUNT.size + _DUE.size, number)
+            _FLAG.pack_into(self._page, self._place + place, flag)
 
 
 _beats = _Beats()
 beat = _beats.beat
 expect = _beats.expect
 note_signal = _beats.note_signal
+note_manner = _beats.note_manner
 
 
 def open_from_environment() -> None:

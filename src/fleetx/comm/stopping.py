@@ -2,6 +2,9 @@
 
 Each worker says in the message that closes a window whether it has got the signal. So all of them learn it from the
 same window, and no further message is needed.
+
+A script asks for it after its updates, so in the first window nobody knows yet whether it will. The launcher holds a
+signal back until it is known: a worker that dies of the signal takes away what the others would have saved.
 """
 
 import os
@@ -13,7 +16,12 @@ from typing import NoReturn
 from torch import Tensor
 
 from fleetx.comm import beats, world
+from fleetx.comm.beats import Manner
 from fleetx.outcome import HostValue
+
+
+SILENT_WINDOWS = 2
+"""A script that has not asked after so many windows is taken to be one that never does."""
 
 
 class _State:
@@ -23,6 +31,7 @@ class _State:
     asked = False
     listening = False
     process = 0
+    windows = 0
     # What all workers said when the latest window closed, and when the one before it did.
     latest: HostValue | bool = False
     previous: HostValue | bool = False
@@ -33,7 +42,9 @@ _state = _State()
 
 def listen() -> None:
     """From now on SIGTERM and Ctrl-C ask this worker to leave, rather than ending it."""
-    _state.asked = True
+    if not _state.asked:
+        _state.asked = True
+        beats.note_manner(Manner.ASKS)
     if _state.listening or threading.current_thread() is not threading.main_thread():
         return
     _state.listening, _state.process = True, os.getpid()
@@ -41,6 +52,14 @@ def listen() -> None:
         # What the script has set up by itself stays.
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, _on_signal)
+
+
+def window_begins() -> None:
+    """A window gets its first micro-batch: by now the script may have shown whether it asks."""
+    if _state.asked or _state.windows > SILENT_WINDOWS:
+        return
+    beats.note_manner(Manner.UNDECIDED if _state.windows < SILENT_WINDOWS else Manner.NEVER_ASKS)
+    _state.windows += 1
 
 
 def is_wanted() -> bool:

@@ -3,9 +3,10 @@
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fleetx.comm.beats import Beat, Manner
 from fleetx.launch.crew import Attempt
 from fleetx.launch.ending import Ending, root_cause, signal_name
 from fleetx.launch.progress import Progress, culprits, stuck_ending
@@ -130,6 +131,9 @@ class Job:
     def _ranks(self) -> list[int]:
         return [rank for crew in self.roster.crews for rank in crew.ranks]
 
+    def _beats(self) -> dict[int, Beat]:
+        return {rank: beat for crew in self.roster.crews for rank, beat in crew.beats().items()}
+
     def _poll(self, wait: float) -> list[Ending]:
         """Who has ended. Machines that wait to be taken in hear from us meanwhile."""
         self.roster.keep_in_touch()
@@ -171,10 +175,10 @@ class Job:
 
     def _leave(self, number: int) -> list[Ending]:
         """Workers save and leave; those that take too long are ended, or all at once at a second signal."""
+        end = time.monotonic() + self.settings.stop_limit
+        endings = self._held_back(end - self.settings.stop_limit / 2)
         for crew in self.roster.crews:
             crew.signal(number)
-        end = time.monotonic() + self.settings.stop_limit
-        endings: list[Ending] = []
         has_failed = False
         while self._ranks() and time.monotonic() < end and len(self.stopping.numbers) < 2:
             endings += self._poll(_TICK)
@@ -183,6 +187,17 @@ class Job:
                 has_failed = True
                 end = min(end, time.monotonic() + _REST)
         return endings + self._kill()
+
+    def _held_back(self, end: float) -> list[Ending]:
+        """Wait until each worker has shown whether it takes signals well; one that dies of it would hinder the others.
+
+        Not before training has begun: nothing would be lost. Gives who has ended meanwhile.
+        """
+        endings: list[Ending] = []
+        while _may_ask_yet(self._beats()) and not endings and time.monotonic() < end and len(self.stopping.numbers) < 2:
+            endings += self._poll(_TICK)
+            self.stopping.numbers += self.roster.stop_signals()
+        return endings
 
     def _stopped(self, cause: Ending | None) -> tuple[int, str]:
         number = self.stopping.numbers[0]
@@ -194,7 +209,7 @@ class Job:
     def _ended_for_standing_still(self, progress: Progress) -> list[Ending]:
         """Name the worker that makes no progress, with its stack; it ends with the attempt."""
         now = time.monotonic()
-        beats = {rank: beat for crew in self.roster.crews for rank, beat in crew.beats().items()}
+        beats = self._beats()
         progress.note(beats, now)
         stalled = progress.stalled(beats, now)
         if not stalled or self._failing_since is not None:
@@ -209,6 +224,11 @@ class Job:
             for rank in culprits(beats, stacks)
             if rank in hosts
         ]
+
+
+def _may_ask_yet(beats: Mapping[int, Beat]) -> bool:
+    manners = [beat.manner for beat in beats.values()]
+    return any(manners) and min(manners) < Manner.ASKS and Manner.NEVER_ASKS not in manners
 
 
 def _only_consequences(endings: Sequence[Ending]) -> bool:
