@@ -19,7 +19,6 @@ from fleetx.comm import beats, world
 from fleetx.comm.beats import Manner
 from fleetx.outcome import HostValue
 
-
 SILENT_WINDOWS = 2
 """A script that has not asked after so many windows is taken to be one that never does."""
 

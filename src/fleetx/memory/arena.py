@@ -4,6 +4,7 @@ torch's own pinned allocator rounds sizes up to powers of two, and pinning takes
 slabs are made to measure, registered once, and handed out in blocks.
 """
 
+import contextlib
 import mmap
 import threading
 import weakref
@@ -156,6 +157,7 @@ class HostArena:
         self._require_room(amount)
         slab = Slab(_pages(amount), [(0, amount)])
         if self.pin_for is not None:
+            slab.memory.zero_()  # on all cores: CUDA would ask for the pages one by one
             _register(slab.memory)
             # Also when nobody releases the arena: memory that is given back registered can never be registered again.
             slab.unpin = weakref.finalize(slab, _unregister, slab.memory.data_ptr(), self.pin_for)
@@ -178,8 +180,19 @@ class HostArena:
 
 
 def _pages(amount: int) -> Tensor:
-    """Memory on pages of its own: CUDA registers pages, and refuses one that another slab has a part of."""
-    return torch.frombuffer(mmap.mmap(-1, amount), dtype=torch.uint8)
+    """Memory on pages of its own: CUDA registers pages, and refuses one that another slab has a part of.
+
+    Large pages where the system has them, since each page is pinned by itself. Processes that are forked do not get
+    them: they have no use for them, and what they share with this one the system may move when it is written to.
+    """
+    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows
+        return torch.frombuffer(mmap.mmap(-1, amount), dtype=torch.uint8)
+    pages = mmap.mmap(-1, amount, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        if hasattr(mmap, advice):
+            with contextlib.suppress(OSError):  # a system that was built without
+                pages.madvise(getattr(mmap, advice))
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def _cudart() -> Any:
