@@ -6,7 +6,7 @@ from torch import nn
 
 from fleetx import memory
 from fleetx.applications import Resnet50
-from fleetx.planner.blocks import find_blocks
+from fleetx.planner.blocks import find_blocks, ways_to_cut
 from fleetx.planner.feeding import Feeding
 from tests.memory import zoo
 
@@ -38,15 +38,28 @@ def test_the_blocks_of_many_kinds_of_models_are_found(name):
 
 
 @pytest.mark.parametrize("name", sorted(zoo.MODELS))
-def test_a_model_can_be_cut_at_the_blocks_that_were_found(name):
+def test_a_model_can_be_cut_in_every_way_that_was_found(name):
     example = zoo.MODELS[name]()
-    names = find_blocks(Feeding(example.model), example.batch(0))
-    assert names
-    applied = memory.apply(example.model, names)
-    batch = example.batch(0)
-    output = example.model(**batch) if isinstance(batch, dict) else example.model(*batch)
-    example.loss(output).backward()
-    applied.remove()
+    for names in ways_to_cut(Feeding(example.model), example.batch(0)):
+        assert names
+        applied = memory.apply(example.model, names)
+        batch = example.batch(0)
+        output = example.model(**batch) if isinstance(batch, dict) else example.model(*batch)
+        example.loss(output).backward()
+        applied.remove()
+
+
+@pytest.mark.parametrize("name", ["bert", "bert_unpadded"])
+def test_blocks_can_be_cut_in_two(name):
+    example = zoo.MODELS[name]()
+    whole, finer = ways_to_cut(Feeding(example.model), example.batch(0))
+    assert finer == [part for layer in whole for part in (f"{layer}.attention", layer)]
+
+
+@pytest.mark.parametrize("name", ["lstm", "gpt", "vit", "resnet"])
+def test_blocks_without_an_inside_or_with_a_shortcut_around_it_are_not_cut_in_two(name):
+    example = zoo.MODELS[name]()
+    assert list(ways_to_cut(Feeding(example.model), example.batch(0))) == [EXPECTED[name]]
 
 
 def test_resnet_50_is_cut_at_its_sixteen_blocks_and_its_stem():

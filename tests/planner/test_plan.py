@@ -223,6 +223,17 @@ def test_equal_segments_are_folded_in_the_table():
     assert folded(["stem"], [AGAIN]) == [("stem", 1, AGAIN)]
 
 
+def test_blocks_that_are_cut_inside_are_folded_by_their_parts():
+    names = [name for i in range(4) for name in (f"layer.{i}.attention", f"layer.{i}")]
+    rows = folded(names, [AWAY, AGAIN] * 3 + [AWAY, EVERYTHING])
+    assert rows == [
+        ("layer.0–2.attention", 3, AWAY),
+        ("layer.0–2", 3, AGAIN),
+        ("layer.3.attention", 1, AWAY),
+        ("layer.3", 1, EVERYTHING),
+    ]
+
+
 def test_the_table_tells_a_person_everything():
     plan = plan_for(transformer(), memory=24 * GIB, global_batch=256, one_forward=True)
     text = str(plan)

@@ -10,7 +10,9 @@ from torch import nn
 import fleetx
 from fleetx import memory
 from fleetx.bench.planning.running import Runner
+from fleetx.planner.blocks import find_blocks
 from fleetx.planner.feeding import Feeding
+from fleetx.planner.samples import application
 from fleetx.planner.search import DoesNotFit
 from tests.memory.zoo import Gpt, ViT
 
@@ -51,6 +53,25 @@ def test_a_plan_runs_on_a_device_that_has_its_budget_and_no_more(make, one_forwa
         assert ran.failed is None, (share, plan.states)
         assert ran.peak == pytest.approx(plan.peak, rel=0.08)
         assert memory.applied_to(model) is None
+
+
+def test_a_block_that_does_not_fit_is_cut_in_two():
+    torch.manual_seed(0)
+    model, sample = application("bert_base", 16, layers=4, width=32, heads=2, vocab_size=100, max_positions=16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    feeding = Feeding(model)
+    settings = {"optimizer": optimizer, "global_batch": 64, "one_forward": True, "bandwidth": 1e9}
+    with pytest.raises(DoesNotFit) as whole:
+        fleetx.plan(model, sample, memory=1000, checkpoints=find_blocks(feeding, sample), **settings)
+    with pytest.raises(DoesNotFit) as finer:
+        fleetx.plan(model, sample, memory=1000, **settings)
+    assert finer.value.least_memory < 0.9 * whole.value.least_memory
+    plan = fleetx.plan(model, sample, memory=int(0.95 * whole.value.least_memory), verify=True, **settings)
+    assert "bert.encoder.layer.0.attention" in plan.names
+    assert plan.verified
+    ran = Runner(feeding, sample, optimizer).run(plan, plan.memory)
+    assert ran.failed is None
+    assert ran.peak == pytest.approx(plan.peak, rel=0.05)
 
 
 def test_a_device_that_is_smaller_than_the_plan_runs_out_of_memory():

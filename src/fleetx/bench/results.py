@@ -33,6 +33,9 @@ def save_result(name: str, figures: dict[str, Any], folder: Path) -> Path:
 def _command(arguments: list[str]) -> str:
     """How to measure again; where the file went is nobody else's matter."""
     name = "fleetx" if arguments[0] == "-c" else Path(arguments[0]).name
+    if name == "__main__.py":  # a package was started
+        spec = sys.modules["__main__"].__spec__
+        name = name if spec is None else f"python -m {spec.parent}"
     rest = [argument for argument in arguments[1:] if not argument.startswith("--out=")]
     if "--out" in rest:
         place = rest.index("--out")

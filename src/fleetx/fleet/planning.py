@@ -5,7 +5,7 @@ All workers have the same plan: budgets are the least of all, peaks the largest,
 
 import json
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
@@ -18,15 +18,15 @@ from fleetx.fleet.consumption import Consumption
 from fleetx.memory import Applied, applied_to
 from fleetx.notices import tell_once
 from fleetx.planner.allocator import with_others
-from fleetx.planner.blocks import find_blocks
+from fleetx.planner.blocks import ways_to_cut
 from fleetx.planner.budget import budget_on, free_on
 from fleetx.planner.costs import NOTHING, Profile
 from fleetx.planner.feeding import Feeding
 from fleetx.planner.plan import Plan
 from fleetx.planner.profile import measure
-from fleetx.planner.search import DoesNotFit, Words, plan_for
+from fleetx.planner.search import DoesNotFit, Words, first_that_fits, plan_for
 from fleetx.planner.updating import tensors_of
-from fleetx.planner.verify import MOST_PLANS, allowed, until_verified
+from fleetx.planner.verify import MOST_PLANS, Verified, allowed, until_verified
 from fleetx.slicing import Batch, map_tensors
 from fleetx.strategy import DistributedStrategy
 
@@ -97,22 +97,26 @@ class Planning:
         configs, device = self.strategy.recompute_configs, feeding.device
         self._compile_options = compile_options
         budget, notes = budget_on(device, configs.memory_budget)
-        profile = measure(
-            feeding,
-            batch,
-            find_blocks(feeding, batch),
-            optimizer=self.optimizer.inner,
-            compile=self.strategy.compile if compile is None else compile,
-            bandwidth=None if configs.enable_offload else 0.0,
-            everywhere=lambda so_here: bool(sharing.least(int(so_here), device)),
-        )
-        profile = replace(self._with_everything(profile, batch, device), notes=(*profile.notes, *notes))
         self._question = {
             "memory": sharing.least(budget, device),
             "global_batch": sharing.most(samples, device),
             "k_steps": k_steps,
         }
-        verified = until_verified(profile, feeding, batch, self._made, lambda peak: sharing.most(peak, device))
+
+        def planned(cuts: Sequence[str]) -> Verified:
+            profile = measure(
+                feeding,
+                batch,
+                cuts,
+                optimizer=self.optimizer.inner,
+                compile=self.strategy.compile if compile is None else compile,
+                bandwidth=None if configs.enable_offload else 0.0,
+                everywhere=lambda so_here: bool(sharing.least(int(so_here), device)),
+            )
+            profile = replace(self._with_everything(profile, batch, device), notes=(*profile.notes, *notes))
+            return until_verified(profile, feeding, batch, self._made, lambda peak: sharing.most(peak, device))
+
+        verified = first_that_fits(ways_to_cut(feeding, batch), planned)
         self._profile = verified.profile
         self._consumption = Consumption(device)
         self._put_on(verified.plan)

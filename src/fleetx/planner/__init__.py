@@ -11,13 +11,13 @@ from torch.optim import Optimizer
 from fleetx.memory import applied_to
 from fleetx.planner import asked, cache
 from fleetx.planner.allocator import with_others
-from fleetx.planner.blocks import find_blocks
+from fleetx.planner.blocks import find_blocks, ways_to_cut
 from fleetx.planner.budget import budget_on
 from fleetx.planner.costs import Profile
 from fleetx.planner.feeding import Feeding
 from fleetx.planner.plan import Plan
 from fleetx.planner.profile import key_of, measure
-from fleetx.planner.search import DoesNotFit, plan_for
+from fleetx.planner.search import DoesNotFit, first_that_fits, plan_for
 from fleetx.planner.verify import time_is_right, until_verified, with_doubtful_time
 from fleetx.slicing import Batch, batch_size
 from fleetx.units import parse_bytes
@@ -50,9 +50,10 @@ def plan(
     reserve (default: what is free, less a margin), `host_memory` what offload may use (default: no limit).
 
     `one_forward=True` keeps the batch whole, for losses that couple its samples. `checkpoints` names the modules to cut
-    at; `"auto"` finds the model's blocks. `precision` is the dtype of autocast. `even` allows only micro-batches of
-    equal size. `bandwidth` is that of the host link in bytes per second, measured if not given. What was measured is
-    kept on disk if `cached`. `verify=True` runs the plan on real micro-batches, and plans anew if they need more.
+    at; `"auto"` finds the model's blocks, and cuts each in two if whole ones do not fit. `precision` is the dtype of
+    autocast. `even` allows only micro-batches of equal size. `bandwidth` is that of the host link in bytes per second,
+    measured if not given. What was measured is kept on disk if `cached`. `verify=True` runs the plan on real
+    micro-batches, and plans anew if they need more.
 
     The model, its gradients, buffers and all random generators are as before afterwards.
     """
@@ -65,22 +66,24 @@ def plan(
         raise ValueError(f"global_batch must be a number of samples, at least 1, got {batch!r}.")
     budget, notes = budget_on(feeding.device, memory)
     cap = None if host_memory is None else parse_bytes(host_memory)
-    if isinstance(checkpoints, str):
-        checkpoints = find_blocks(feeding, sample)
-    profile = measure(
-        feeding, sample, checkpoints, optimizer=optimizer, compile=compile, bandwidth=bandwidth, cached=cached
-    )
-    fixed = with_others(profile.fixed, model, optimizer, sample, feeding.device)
-    profile = replace(profile, fixed=fixed, notes=(*profile.notes, *notes, *asked.doubts(model, optimizer)))
 
     def make(profile: Profile) -> Plan:
         return plan_for(profile, memory=budget, global_batch=batch, host_memory=cap, one_forward=one_forward, even=even)
 
-    if not verify:
-        return make(profile)
-    verified = until_verified(profile, feeding, sample, make).plan
-    if time_is_right(verified):
-        return verified
-    if cached:  # what a busy machine measured is not kept for ever
-        cache.forget(key_of(feeding, sample, checkpoints, optimizer, compile, bandwidth=bandwidth))
-    return with_doubtful_time(verified)
+    def planned(cuts: Sequence[str]) -> Plan:
+        profile = measure(
+            feeding, sample, cuts, optimizer=optimizer, compile=compile, bandwidth=bandwidth, cached=cached
+        )
+        fixed = with_others(profile.fixed, model, optimizer, sample, feeding.device)
+        profile = replace(profile, fixed=fixed, notes=(*profile.notes, *notes, *asked.doubts(model, optimizer)))
+        if not verify:
+            return make(profile)
+        verified = until_verified(profile, feeding, sample, make).plan
+        if time_is_right(verified):
+            return verified
+        if cached:  # what a busy machine measured is not kept for ever
+            cache.forget(key_of(feeding, sample, cuts, optimizer, compile, bandwidth=bandwidth))
+        return with_doubtful_time(verified)
+
+    ways = ways_to_cut(feeding, sample) if isinstance(checkpoints, str) else [list(checkpoints)]
+    return first_that_fits(ways, planned)

@@ -10,9 +10,12 @@ small forward shows which modules run, in which order, what they save for the ba
 3. The output of each member is a cut; so is what comes before a member, if it saves as much as half a member does
    (the stem of a CNN).
 4. Without any family the forward is cut where the saved bytes divide evenly, before modules with weights.
+
+Where one block is too large for the memory there is, each is cut in two: after a module inside of it with which about
+half of its bytes have been saved, and past which nothing goes by a shortcut.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -29,6 +32,7 @@ _FILLS = 0.7  # part of its owner's saved bytes that a family inside must have t
 _WORTH = 0.08  # part of all saved bytes that a further family must have
 _STEM = 0.5  # of a member's saved bytes
 _PIECES = 8  # into which a model without blocks is cut
+_OFF_MIDDLE = 0.25  # of a block's saved bytes, by which its parts may differ from halves
 
 
 @dataclass(frozen=True)
@@ -46,12 +50,20 @@ class Family:
 
 def find_blocks(feeding: Feeding, sample: Batch) -> list[str]:
     """Names of modules to cut at, in the order in which they end. The model is left as it was."""
+    return next(ways_to_cut(feeding, sample))
+
+
+def ways_to_cut(feeding: Feeding, sample: Batch) -> Iterator[list[str]]:
+    """The model's blocks; then, for those who have no room for a whole one, each block in two parts."""
     if applied_to(feeding.model) is not None:
         raise ValueError("this model has a plan already: take it off with remove() before looking for its blocks.")
     seen = trace(feeding, sample)
     families = _chosen(seen)
     cuts = _cuts(seen, families) if families else _pieces(seen)
-    return [call.name for call in cuts]
+    yield [call.name for call in cuts]
+    finer = [part for call in cuts for part in (*_middle(seen, call), call)]
+    if len(finer) > len(cuts):
+        yield [call.name for call in finer]
 
 
 def _chosen(seen: Trace) -> list[Family]:
@@ -133,6 +145,20 @@ def _cuts(seen: Trace, families: Sequence[Family]) -> list[Call]:
         cuts.append(member)
         at = member.saved_before + member.saved
     return cuts
+
+
+def _middle(seen: Trace, block: Call) -> list[Call]:
+    """The module inside of a block that ends about where half of its bytes have been saved; none if there is none."""
+
+    def from_middle(call: Call) -> float:
+        return abs((call.saved_before + call.saved - block.saved_before) / block.saved - 0.5)
+
+    inside = [call for call in seen.once if _inside(call, block)] if block.saved else []
+    fair = [call for call in inside if from_middle(call) <= _OFF_MIDDLE]
+    # Not inside of a shortcut: both parts would read what goes around, and if one of them had it on the host and the
+    # other on the device it would be in both places, which nobody counts.
+    necks = [call for call in fair if seen.is_neck(block, call)]
+    return sorted(necks, key=lambda call: (call.depth, round(from_middle(call), 3)))[:1]
 
 
 def _last_before(seen: Trace, member: Call, members: set[str]) -> Call | None:

@@ -90,11 +90,13 @@ class Watch:
     def _beginning(self, number: int) -> Callable[..., None]:
         def begin(module: nn.Module, _args: Any) -> None:
             step = self._step
-            if step is None or len(step.forward) != number:
+            if step is None:
                 return
 
             def end(_module: nn.Module, _args: Any, output: Any) -> None:
                 handle.remove()
+                if len(step.forward) != number:  # it ran before, or one that comes first did not
+                    return
                 given = [t for t in tensors_in(output) if t.requires_grad]
                 size = sum({t.untyped_storage().data_ptr(): _size(t) for t in given}.values())
                 step.forward.append(self._mark(size))

@@ -1,9 +1,10 @@
 """From a profile and budgets to a plan: the loop over micro-batch × merge around the solver. Pure; no device."""
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from fleetx.planner.chain import Chain, State, evaluate
 from fleetx.planner.costs import Profile
@@ -29,6 +30,20 @@ class DoesNotFit(ValueError):  # noqa: N818 - it reads as what it says
         super().__init__(message)
         self.least_memory = least_memory
         self.largest_micro_batch = largest_micro_batch  # 0 if not even one sample fits
+
+
+T = TypeVar("T")
+
+
+def first_that_fits(ways: Iterable[list[str]], attempt: Callable[[list[str]], T]) -> T:
+    """What `attempt` makes of the first way to cut a model that has a plan; else why the most frugal way has none."""
+    failures = []
+    for cuts in ways:
+        try:
+            return attempt(cuts)
+        except DoesNotFit as error:
+            failures.append(error)
+    raise min(failures, key=lambda error: math.inf if error.least_memory is None else error.least_memory)
 
 
 class Words(NamedTuple):

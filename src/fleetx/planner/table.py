@@ -34,12 +34,26 @@ def in_words(state: State) -> str:
 
 
 def folded(names: Sequence[str], states: Sequence[State]) -> list[tuple[str, int, State]]:
-    """Runs of segments with the same state: their names in short, how many they are, the state."""
+    """Runs of segments with the same state: their names in short, how many they are, the state.
+
+    A block that is cut inside is one thing: blocks with equal states of their parts are one run, a row for each part.
+    """
     rows = []
-    for state, run in groupby(zip(names, states, strict=True), key=lambda pair: pair[1]):
-        listed = [name for name, _ in run]
-        rows.append((_in_short(listed), len(listed), state))
+    blocks = _blocks(list(zip(names, states, strict=True)))
+    for _, run in groupby(blocks, key=lambda block: [segment[1] for segment in block]):
+        for parts in zip(*run, strict=True):
+            listed = [name for name, _ in parts]
+            rows.append((_in_short(listed), len(listed), parts[0][1]))
     return rows
+
+
+def _blocks(segments: list[tuple[str, State]]) -> list[list[tuple[str, State]]]:
+    """The segments, with those inside of a module together with the one that this module ends."""
+    blocks: list[list[tuple[str, State]]] = []
+    for name, state in segments:
+        inner = blocks.pop() if blocks and blocks[-1][-1][0].startswith(name + ".") else []
+        blocks.append([*inner, (name, state)])
+    return blocks
 
 
 def summary(states: Sequence[State]) -> str:

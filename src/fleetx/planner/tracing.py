@@ -68,6 +68,22 @@ class Trace:
             stack += [up for up, _ in node.next_functions if up is not None and up._sequence_nr() >= oldest]
         return False
 
+    def is_neck(self, outer: Call, inner: Call) -> bool:
+        """Whether all that a call still reads after one inside of it has ended, is what that one gave."""
+        last = max((node._sequence_nr() for node in inner.gives), default=-1)
+        if not outer.gives or last < 0:
+            return False  # nothing is known
+        passed, seen, stack = set(inner.gives), set(), list(outer.gives)
+        while stack:
+            node = stack.pop()
+            if node in seen or node in passed:
+                continue
+            if node._sequence_nr() <= last:
+                return False
+            seen.add(node)
+            stack += [up for up, _ in node.next_functions if up is not None]
+        return True
+
 
 def trace(feeding: Feeding, sample: Batch, samples: int = 2) -> Trace:
     """Watch one forward, on two samples because batch norms may refuse one. The model is left as it was.

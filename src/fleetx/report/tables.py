@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,22 @@ def digits_table(result: Result) -> str:
     return _table(("run", "test accuracy", "seconds"), cells) + _origin({"what": what, **result})
 
 
+def chaos_table(result: Result) -> str:
+    """What came out of disturbed jobs, and how long the whole suite takes."""
+    rows = []
+    for name, scenario in result["scenarios"].items():
+        trials = [trial for trial in scenario["trials"] if "skipped" not in trial]
+        seconds = [trial["seconds"] for trial in trials if "seconds" in trial]
+        slow = f"{statistics.quantiles(seconds, n=20)[-1]:.1f}" if len(seconds) > 1 else ""
+        good = sum(trial["ok"] for trial in trials)
+        rows.append((f"`{name}`", f"{good:,} of {len(trials):,}", slow, f"{scenario['seconds'] / 60:.1f}"))
+    minutes = sum(scenario["seconds"] for scenario in result["scenarios"].values()) / 60
+    rows.append(("all", "", "", f"{minutes:.1f}"))
+    heads = ("scenario", "came out as it should", "95th percentile, s", "took, min")
+    # Scenarios may have been played at different times: there is no one command.
+    return _table(heads, rows) + _origin({**result, "what": result["what"].rstrip("."), "command": "make chaos"})
+
+
 TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "digits": ("digits/summary.json", digits_table),
     "step": ("step.json", step_table),
@@ -121,6 +138,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "train": ("train.json", train_table),
     "memory": ("memory.json", memory_table),
     "optim": ("optim.json", optim_table),
+    "chaos": ("chaos.json", chaos_table),
 }
 
 

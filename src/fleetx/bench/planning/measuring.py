@@ -1,7 +1,7 @@
 """One case at one budget: the planner's choice and its rivals, each measured once and saved at once."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,13 +10,13 @@ import torch
 from fleetx.bench.planning.cases import Case
 from fleetx.bench.planning.grid import Rival, as_plan, rivals
 from fleetx.bench.planning.running import Runner
-from fleetx.planner.blocks import find_blocks
+from fleetx.planner.blocks import ways_to_cut
 from fleetx.planner.budget import budget_on
 from fleetx.planner.costs import Profile
 from fleetx.planner.feeding import Feeding
 from fleetx.planner.plan import Plan
 from fleetx.planner.profile import measure
-from fleetx.planner.search import DoesNotFit, plan_for
+from fleetx.planner.search import DoesNotFit, first_that_fits, plan_for
 from fleetx.planner.verify import until_verified
 from fleetx.units import format_bytes
 
@@ -77,8 +77,12 @@ class Bench:
         def make(profile: Profile) -> Plan:
             return plan_for(profile, **question)
 
-        result["first_predicted_peak"] = make(opened.profile).peak
-        plan = until_verified(opened.profile, opened.feeding, opened.runner.sample, make).plan
+        def planned(cuts: Sequence[str]) -> Plan:
+            profile = opened.profile_at(cuts)
+            result["first_predicted_peak"] = make(profile).peak
+            return until_verified(profile, opened.feeding, opened.sample, make).plan
+
+        plan = first_that_fits(ways_to_cut(opened.feeding, opened.sample), planned)
         result |= {
             "plan": plan.to_json(),
             "predicted_peak": plan.peak,
@@ -91,7 +95,8 @@ class Bench:
         return plan
 
     def _run_rivals(self, case: Case, plan: Plan, opened: "_Open", memory: int, result: Result) -> None:
-        for rival in rivals(opened.profile, case.global_batch, memory, one_forward=case.one_forward):
+        profile = opened.profile_at(plan.names)
+        for rival in rivals(profile, case.global_batch, memory, one_forward=case.one_forward):
             self._run(rival.name, as_plan(rival, plan), opened, memory, result, rival)
 
     def _run(
@@ -113,34 +118,30 @@ class Bench:
 
     def _open(self, case: Case) -> "_Open":
         if case.name not in self._opened:
-            self._opened[case.name] = _opened(case, self.device, self.compile)
+            self._opened[case.name] = _Open(case, self.device, self.compile)
         return self._opened[case.name]
 
 
-@dataclass(frozen=True)
 class _Open:
-    """A case whose model is on the device and measured."""
+    """A case whose model is on the device."""
 
-    feeding: Feeding
-    profile: Profile
-    runner: Runner
+    def __init__(self, case: Case, device: torch.device, compile: bool) -> None:
+        torch.manual_seed(0)
+        trained = case.make()
+        model, on_gpu = trained.model.to(device).train(), device.type == "cuda"
+        self.sample = trained.sample
+        self.feeding = Feeding(model, trained.loss_fn, torch.bfloat16 if on_gpu else None)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=on_gpu or None)
+        self.runner = Runner(self.feeding, self.sample, self.optimizer)
+        self._settings: dict[str, Any] = {"compile": compile, "bandwidth": None if on_gpu else SIMULATED_LINK}
+        self._profiles: dict[tuple[str, ...], Profile] = {}
 
-
-def _opened(case: Case, device: torch.device, compile: bool) -> _Open:
-    torch.manual_seed(0)
-    trained = case.make()
-    model, on_gpu = trained.model.to(device).train(), device.type == "cuda"
-    feeding = Feeding(model, trained.loss_fn, torch.bfloat16 if on_gpu else None)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=on_gpu or None)
-    profile = measure(
-        feeding,
-        trained.sample,
-        find_blocks(feeding, trained.sample),
-        optimizer=optimizer,
-        compile=compile,
-        bandwidth=None if on_gpu else SIMULATED_LINK,
-    )
-    return _Open(feeding, profile, Runner(feeding, trained.sample, optimizer))
+    def profile_at(self, cuts: Sequence[str]) -> Profile:
+        """What the model costs if it is cut at these modules; measured once."""
+        key = tuple(cuts)
+        if key not in self._profiles:
+            self._profiles[key] = measure(self.feeding, self.sample, cuts, optimizer=self.optimizer, **self._settings)
+        return self._profiles[key]
 
 
 def key_of(case: Case, budget: int | None) -> str:
