@@ -225,6 +225,21 @@ def test_damaged_ones_are_not_counted_and_copies_are_not_removed(tmp_path):
     assert names == {"the best one", "save-000003-step-3", "save-000004-step-4"}
 
 
+def test_one_of_another_model_is_not_called_damaged(tmp_path):
+    Parts(tmp_path).saved(7)
+    other = X.Checkpoints(tmp_path, model=torch.nn.Linear(3, 5))
+    with pytest.raises(
+        CheckpointError, match=r"holds one checkpoint, and none(.|\n)*another model(.|\n)*Build what was saved"
+    ):
+        other.resume()
+
+
+def test_a_checkpoint_can_be_surveyed_alone(tmp_path):
+    path = Parts(tmp_path).saved(7)
+    (one,) = survey(path)
+    assert (one.path, one.problem) == (path, None)
+
+
 def test_the_newest_is_the_one_saved_last_whatever_its_step(tmp_path):
     parts = Parts(tmp_path, keep=None)
     parts.saved(100)

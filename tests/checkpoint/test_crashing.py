@@ -318,7 +318,12 @@ def test_one_process_at_a_time_saves_to_a_folder(tmp_path, monkeypatch):
     try:
         assert other.stdout.readline() == "saved\n"
         checkpoints = X.Checkpoints(tmp_path, model=torch.nn.Linear(2, 2))
-        assert checkpoints.resume().step == 1
+        assert checkpoints.resume().step == 1  # whoever has no optimizer only wants to read
+        model = torch.nn.Linear(2, 2)
+        training = X.Checkpoints(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        monkeypatch.setattr(locking.time, "monotonic", iter([0.0, 11.0]).__next__)
+        with pytest.raises(CheckpointError, match=f"belongs to process {other.pid} on .*End that process"):
+            training.resume()
         monkeypatch.setattr(locking.time, "monotonic", iter([0.0, 11.0]).__next__)
         with pytest.raises(CheckpointError, match=f"belongs to process {other.pid} on .*End that process"):
             checkpoints.save(2)

@@ -20,4 +20,4 @@ def test_the_command_says_which_checkpoints_are_whole(tmp_path, capsys):
     assert main([str(tmp_path)]) == 1
     first, second = capsys.readouterr().out.splitlines()
     assert first == "save-000002-step-4  DAMAGED  shared.json is missing"
-    assert second.startswith("save-000001-step-3  whole  0.0 MiB  1 workers  ")
+    assert second.startswith("save-000001-step-3  whole  0.0 MiB  1 worker  ")

@@ -539,7 +539,7 @@ def test_an_open_window_at_the_end_is_mentioned(tmp_path):
         "o.minimize(m(torch.ones(1, 2)).sum())\n"
     )
     done = start(script, launcher=None)
-    assert "ended with 1 micro-batches in an open window" in done.stderr
+    assert "ended with 1 micro-batch in an open window" in done.stderr
 
 
 def test_misuse_is_explained():

@@ -14,7 +14,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m fleetx.checkpoint",
         description="Read every byte of the checkpoints in a folder, and say which are whole.",
     )
-    parser.add_argument("folder", help="the folder of a job's checkpoints")
+    parser.add_argument("folder", help="the folder of a job's checkpoints, or one of them")
     folder = parser.parse_args(arguments).folder
     try:
         found = survey(folder)
@@ -29,7 +29,8 @@ def _line(one: Inspected) -> str:
     if one.problem is not None or one.manifest is None:
         return f"{one.path.name}  DAMAGED  {one.problem}"
     size = sum(facts.size for facts in one.manifest.files.values()) / 2**20
-    return f"{one.path.name}  whole  {size:,.1f} MiB  {one.manifest.workers} workers  {one.manifest.written['time']}"
+    workers = "1 worker" if one.manifest.workers == 1 else f"{one.manifest.workers} workers"
+    return f"{one.path.name}  whole  {size:,.1f} MiB  {workers}  {one.manifest.written['time']}"
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ class Resumed:
     """What a run goes on from.
 
     `epoch` is that of the next batch, if there is a loader. `replayed` is how many micro-batches a worker takes again
-    because a window was in progress and the number of workers (or `k_steps`) is another one now.
+    because a window was in progress and the number of workers (or `k_steps`) is another one now: a loop that counts
+    micro-batches goes on from `step - replayed`.
     """
 
     path: Path
@@ -46,7 +47,8 @@ class Resumed:
         by = "1 worker" if self.workers == 1 else f"{self.workers} workers"
         lines = [f"resumed from {self.path} (step {self.step}{epoch}, saved by {by})"]
         if self.replayed:
-            lines.append(f"  the window in progress begins anew: {self.replayed} micro-batches are taken again")
+            taken = "1 micro-batch is" if self.replayed == 1 else f"{self.replayed} micro-batches are"
+            lines.append(f"  the window in progress begins anew: {taken} taken again")
         return "\n".join([*lines, *(f"  passed over {one}" for one in self.passed_over)])
 
 
@@ -193,6 +195,8 @@ class Checkpoints:
         )
 
     def _candidates(self, path: str | Path | None) -> tuple[list[str], list[str]]:
+        if self._run.optimizers:  # a run that goes on will save: better to learn now that another one saves here
+            self._folder.claim()
         if path is None:
             return [found.path.name for found in self._folder.found()], [d.name for d in self._folder.drafts()]
         if not Path(path).is_dir():
@@ -264,7 +268,7 @@ def _none_usable(folder: Path, passed: list[PassedOver], given: bool) -> str:
     listed = "\n".join(f"  - {one}" for one in passed)
     if given:
         return f"this checkpoint cannot be used:\n{listed}\nLeave the path out to take the newest one that can."
-    return (
-        f"{folder} holds {len(passed)} checkpoints, and none can be used:\n{listed}\n"
-        "Bring back one of them from a copy, or give another folder to begin anew."
-    )
+    count = "one checkpoint" if len(passed) == 1 else f"{len(passed)} checkpoints"
+    whole = all(one.is_whole for one in passed)
+    remedy = "Build what was saved" if whole else "Bring back one of them from a copy"
+    return f"{folder} holds {count}, and none can be used:\n{listed}\n{remedy}, or give another folder to begin anew."

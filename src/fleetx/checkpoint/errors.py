@@ -15,6 +15,10 @@ class Damaged(Exception):  # noqa: N818 - a finding, not an error: the search go
     """Why a checkpoint is passed over."""
 
 
+class OfAnotherJob(Damaged):
+    """It may be whole, but does not fit to what is there."""
+
+
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 _NOT_A_FOLDER = {errno.ENOTDIR, errno.EEXIST}

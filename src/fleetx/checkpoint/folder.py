@@ -5,6 +5,7 @@ save-000017-step-1200/    a checkpoint; whatever has another name is not one
 .deleting-save-…/         on its way out
 """
 
+import contextlib
 import logging
 import os
 import re
@@ -51,6 +52,12 @@ class CheckpointFolder:
     def drafts(self) -> list[Path]:
         """Saves that were interrupted, and those that another process is at."""
         return [entry for entry in _entries(self.path) if _DRAFT.fullmatch(entry.name)]
+
+    def claim(self) -> None:
+        """Keep the folder for this job from now on, if it is there; one that can only be read is nobody's."""
+        if self.path.is_dir():
+            with contextlib.suppress(OSError):
+                self._hold = locking.hold(self.path)
 
     def open_draft(self, step: int) -> str:
         """A new, empty draft; gives its name."""

@@ -32,8 +32,10 @@ def inspect(path: str | Path, *, any_name: bool = True) -> Inspected:
 
 
 def survey(folder: str | Path) -> list[Inspected]:
-    """Inspect all checkpoints of a folder, the newest first."""
+    """Inspect all checkpoints of a folder, the newest first; or a single one."""
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"checkpoints are in a folder, and {folder} is none. Give the folder of a job.")
+    if (folder / manifests.FILE).exists():  # it is a checkpoint itself
+        return [inspect(folder)]
     return [inspect(found.path, any_name=False) for found in CheckpointFolder(folder, keep=None).found()]

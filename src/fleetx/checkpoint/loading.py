@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fleetx.checkpoint import manifest as manifests
 from fleetx.checkpoint.durable import read_file, require_digest, side_by_side
-from fleetx.checkpoint.errors import Damaged
+from fleetx.checkpoint.errors import Damaged, OfAnotherJob
 from fleetx.checkpoint.manifest import MODEL, Job, Manifest
 from fleetx.checkpoint.saving import SHARED, is_of_optimizer, own_files
 from fleetx.checkpoint.tensor_file import Outline, read_tensors
@@ -30,6 +30,7 @@ class PassedOver(NamedTuple):
 
     path: Path
     reason: str
+    is_whole: bool = False  # and only of another job
 
     def __str__(self) -> str:
         return f"{self.path}: {self.reason}"
@@ -74,27 +75,28 @@ def newest(
     passed: list[PassedOver] = []
     for name in names:
         reading: Reading | None = None
-        reason, checksum = None, None
+        reason, checksum, is_damaged = None, None, False
         try:
             reading, checksum = _read(folder / name, workers, job, models, any_name)
         except Damaged as damage:
-            reason = str(damage)
-        answers = workers.exchange([reason, checksum])
+            reason, is_damaged = str(damage), not isinstance(damage, OfAnotherJob)
+        answers = workers.exchange([reason, checksum, is_damaged])
         reason = _verdict(answers)
         if reason is None:
             return reading, passed
-        passed.append(PassedOver(folder / name, reason))
+        is_whole = all(why is not None and not damaged for why, _, damaged in answers)
+        passed.append(PassedOver(folder / name, reason, is_whole))
     return None, passed
 
 
 def _verdict(answers: list[list[Any]]) -> str | None:
     """One reason for all workers, or None if nobody objects and all have read the same."""
-    reasons = {rank: reason for rank, (reason, _) in enumerate(answers) if reason is not None}
+    reasons = {rank: reason for rank, (reason, *_) in enumerate(answers) if reason is not None}
     if reasons:
         rank, reason = next(iter(reasons.items()))
         everybody = len(reasons) == len(answers)
         return reason if everybody else f"{reason} (found by worker {rank})"
-    if len({checksum for _, checksum in answers}) > 1:
+    if len({checksum for _, checksum, _ in answers}) > 1:
         return "workers see different checkpoints of this name: they do not share one file system"
     return None
 
@@ -103,7 +105,7 @@ def _read(path: Path, workers: Workers, job: Job, models: Outline, any_name: boo
     manifest = manifests.read_manifest(path)
     manifests.require_listed(path, manifest, any_name)
     if (why := manifests.difference(manifest, job, models)) is not None:
-        raise Damaged(why)
+        raise OfAnotherJob(why)
     reading = Reading(path, manifest)
     needed = files_needed(manifest, workers.rank, workers.size)
     # Everything is checked by somebody, also what nobody needs.

@@ -3,6 +3,7 @@
 import atexit
 import gc
 import os
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ def init(is_collective: bool = True, *, backend: str | None = None, adopt: bool 
         )
     if "RANK" not in os.environ:
         os.environ.update(slurm_environment(os.environ))
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+    if not _is_launched(os.environ):
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
@@ -41,6 +42,23 @@ def init(is_collective: bool = True, *, backend: str | None = None, adopt: bool 
     beats.expect(False)
     _started_here = True
     atexit.register(shutdown)
+
+
+def _is_launched(environment: Mapping[str, str]) -> bool:
+    """Whether a launcher has said who this worker is; what it said must be possible, else all would wait for ever."""
+    given = {name: environment[name] for name in ("RANK", "WORLD_SIZE") if name in environment}
+    if not given:
+        return False
+    if len(given) == 1:
+        ((name, value),) = given.items()
+        raise ValueError(
+            f"a launcher sets RANK and WORLD_SIZE both, and only {name}={value!r} is set. Start this script with "
+            f"fleetrun or torchrun, or unset {name} to run alone."
+        )
+    rank, workers = given["RANK"], given["WORLD_SIZE"]
+    if not (rank.isdecimal() and workers.isdecimal() and int(rank) < int(workers)):
+        raise ValueError(f"RANK must be a number from 0 to WORLD_SIZE - 1, got RANK={rank!r}, WORLD_SIZE={workers!r}.")
+    return True
 
 
 def shutdown() -> None:

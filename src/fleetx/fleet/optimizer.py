@@ -1,6 +1,7 @@
 """`distributed_optimizer`: the optimizer of the guide's loop, with `minimize` and `flush`."""
 
 import atexit
+import sys
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -325,12 +326,14 @@ def _engine(
 
 def _mention_open_window(reference: "weakref.ref[DistributedOptimizer]") -> None:
     optimizer = reference()
-    if optimizer is not None and optimizer.micro_batches_held:
-        tell_once(
-            "open-window",
-            f"the run ended with {optimizer.micro_batches_held} micro-batches in an open window, which moved nothing: "
-            "call optimizer.flush() at the end.",
-        )
+    if optimizer is None or not optimizer.micro_batches_held or hasattr(sys, "last_type"):
+        return  # a run that failed has told more than that
+    held = optimizer.micro_batches_held
+    tell_once(
+        "open-window",
+        f"the run ended with {held} micro-batch{'' if held == 1 else 'es'} in an open window, which moved nothing: "
+        "call optimizer.flush() at the end of an epoch. (What was saved with a checkpoint is not lost.)",
+    )
 
 
 def _planning(parameters: list[Tensor], strategy: DistributedStrategy) -> "Planning | None":
