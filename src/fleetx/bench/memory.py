@@ -63,10 +63,11 @@ def measure(case: Case, row: Row, device: str, *, warm_s: float = 4.0, timed_s: 
     if device == "cuda" and row.cap is not None:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(row.cap * GIB / total, 1.0))
+    left = {"left_by_earlier_rows_gib": torch.cuda.memory_reserved() / GIB} if device == "cuda" else {}
     try:
-        return _measure(case, row, device, warm_s, timed_s)
+        return {**_measure(case, row, device, warm_s, timed_s), **left}
     except (torch.OutOfMemoryError, MemoryError) as error:
-        return {"failed": " ".join([str(error).split(".")[0] + ".", *getattr(error, "__notes__", [])])}
+        return {"failed": " ".join([str(error).split(".")[0] + ".", *getattr(error, "__notes__", [])]), **left}
     finally:
         if device == "cuda":
             torch.cuda.set_per_process_memory_fraction(1.0)
