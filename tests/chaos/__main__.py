@@ -38,10 +38,14 @@ BARS = {
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", action="append", choices=BARS, help="this scenario only; may be given several times")
     parser.add_argument("--count", type=int, help="at most so many trials of each scenario")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument(
+        "--out", type=Path, default=Path("benchmarks/results"), help="where chaos.json is kept (default %(default)s)"
+    )
     parser.add_argument("--anew", action="store_true", help="forget earlier results of the chosen scenarios")
     options = parser.parse_args()
     file = options.out / "chaos.json"

@@ -98,6 +98,27 @@ def test_the_launcher_ends_with_the_failing_workers_code(script, tmp_path):
     assert done.stderr.rstrip().splitlines()[-1].startswith("fleetrun: worker 1 failed with exit code 37")
 
 
+LEAVES = """
+import atexit, time
+from fleetx import fleet
+fleet.init()
+import torch
+if fleet.worker_index() == 1:
+    atexit._run_exitfuncs()  # connections are closed now
+    atexit.register(time.sleep, 20)  # and the process takes its time
+else:
+    torch.distributed.all_reduce(torch.ones(1))
+"""
+
+
+def test_a_worker_that_leaves_while_others_are_at_work_is_the_cause(script):
+    done = start(script(LEAVES), workers=2, check=False)
+    assert done.returncode == 1
+    lines = done.stderr.rstrip().splitlines()
+    assert lines[-2] == "fleetrun: worker 0 failed because it lost worker 1."
+    assert lines[-1].startswith("fleetrun: worker 1 left with exit code 0 while others were still at work (host ")
+
+
 def test_a_signal_is_named(script):
     done = start(script(DIES), workers=2, check=False)
     assert done.returncode == 128 + signal.SIGKILL
@@ -177,6 +198,7 @@ def test_a_second_signal_ends_workers_that_will_not_go_with_all_they_have_starte
     began = time.monotonic()
     assert job.end() == 128 + signal.SIGTERM
     assert time.monotonic() - began < SOON
+    assert "workers 0, 1 had not left at the second signal (SIGTERM) and were ended; what they had" in job.errors
     assert job.survivors() == []
 
 
@@ -329,7 +351,8 @@ def test_a_worker_that_hangs_before_its_first_step_is_named(script, place, worke
     assert done.returncode == 124
     assert time.monotonic() - began < 3 + 15 + SOON
     said = done.stderr.rstrip().splitlines()[-1]
-    assert said.startswith(f"fleetrun: {stuck} made no progress: no first step for ")
+    reason = "it has not joined the others, who have waited for " if place == "imports" else "no first step for "
+    assert said.startswith(f"fleetrun: {stuck} made no progress: {reason}")
     assert "the limit is 3 s (--start_timeout); its process is sleeping, in File " in said
     assert "script.py" in said
 

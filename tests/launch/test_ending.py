@@ -29,6 +29,17 @@ def ending(rank, code=1, time=0.0, **facts):
         ),
         (ending(1, STUCK, stuck="no step for 9 s"), "worker 1 made no progress: no step for 9 s (host here)", 124),
         (
+            ending(2, error_type="RuntimeError", error="the workers differ:\n  worker 1 has 3\n  more"),
+            "worker 2 failed with exit code 1 (host here): RuntimeError: the workers differ: worker 1 has 3",
+            1,
+        ),
+        (
+            ending(1, 0, left_early=3),
+            "worker 1 left with exit code 0 while others were still at work (host here): all workers must do the same "
+            "steps",
+            3,
+        ),
+        (
             ending(1, 0, asked=15),
             "worker 1 got SIGTERM from somebody other than fleetrun, and left as it asks (host here)",
             143,
@@ -48,6 +59,19 @@ def test_the_first_that_failed_by_itself_is_the_cause():
     assert root_cause([lost]) is lost  # better than nothing
     killed = ending(3, -9, time=4.0)
     assert root_cause([lost, killed]) is killed
+
+
+def test_a_worker_that_left_without_an_error_is_the_cause_where_others_only_lost_it():
+    lost = ending(0, time=2.0, error_type="RuntimeError", error=GLOO)
+    for moment in (1.0, 2.2):  # processes take a moment to end, and clocks differ
+        assert root_cause([lost, ending(1, 0, moment)]) == ending(1, 0, moment, left_early=1)
+    assert root_cause([lost, ending(1, 0, 2.0), ending(2, 0, 1.0)]).rank == 2
+    for other in (ending(1, 0, 9.0), ending(1, 0, 1.0, by_us=True), ending(1, -15, 1.0, by_us=True)):
+        assert root_cause([lost, other]) is lost
+    raised = ending(0, time=2.0, error_type="ValueError", error="bad sample")
+    assert root_cause([raised, ending(1, 0, 1.0)]) is raised
+    asked = root_cause([lost, ending(1, 0, 1.0, asked=15)])
+    assert (asked.rank, asked.exit_code) == (1, 128 + 15)
 
 
 def test_what_was_ended_by_the_launcher_is_no_cause():

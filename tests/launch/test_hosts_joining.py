@@ -63,7 +63,9 @@ def until_joined(gathering, channel):
 def test_a_machine_that_knows_the_secret_is_let_in(gathering, capsys):
     crew = until_joined(gathering, connect(gathering))
     assert (crew.settings.host, crew.settings.workers, crew.address, crew.node) == ("other", 2, "10.0.0.2", 1)
-    assert "host other (10.0.0.2) has joined with 2 workers" in capsys.readouterr().err
+    assert "host other (10.0.0.2) has joined with 2 workers." in capsys.readouterr().err
+    until_joined(gathering, connect(gathering, workers=1))
+    assert "has joined with 1 worker." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -89,7 +91,9 @@ def _try(channel):
 
 
 def test_a_port_in_use_is_named_with_its_remedy(gathering):
-    with pytest.raises(LaunchError, match=rf"port {gathering.port} of 127.0.0.1 is in use .* give another port with"):
+    with pytest.raises(
+        LaunchError, match=rf"port {gathering.port} of 127.0.0.1 is in use .* need --rank 1, 2, .* another port with"
+    ):
         Gathering(LOOPBACK, gathering.port, SECRET, "job")
     with pytest.raises(LaunchError, match="cannot listen on 203.0.113.1:.*Is it an address of this machine"):
         Gathering("203.0.113.1", 0, SECRET, "job")

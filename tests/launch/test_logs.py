@@ -15,6 +15,15 @@ def test_a_restart_adds_to_the_log_and_deletes_nothing(tmp_path):
     assert second.end() == ["two"]
 
 
+def test_each_later_attempt_has_its_header_even_if_nothing_was_printed(tmp_path):
+    for number in range(3):
+        log = WorkerLog(tmp_path, 1, f"job a, attempt {number}", first=number == 0)
+    lines = [line for line in log.path.read_text().splitlines() if line]
+    assert [line.split(", ")[1] for line in lines] == ["attempt 1", "attempt 2"]
+    assert log.path.read_text().startswith("===== job a, attempt 1, ")
+    assert log.end() == []
+
+
 def test_the_console_shows_whole_lines_with_a_name(tmp_path):
     log = WorkerLog(tmp_path, 0, "")
     console = io.StringIO()

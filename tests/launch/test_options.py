@@ -36,12 +36,19 @@ def refused(arguments, capsys):
             ["--ips", "203.0.113.1,203.0.113.2", SCRIPT],
             "none of --ips 203.0.113.1,203.0.113.2 is an address of this machine",
         ),
-        (["--ips", "203.0.113.1", "--nnodes", "3", SCRIPT], "--nnodes 3 contradicts --ips, which names 1 hosts"),
+        (["--ips", "203.0.113.1", "--nnodes", "3", SCRIPT], "--nnodes 3 contradicts --ips, which names 1 host:"),
         (["--ips", "203.0.113.1", SCRIPT], "none of --ips 203.0.113.1 is an address of this machine"),
         (["--max_restart", "-1", SCRIPT], "must be a whole number of at least 0, not '-1'"),
         (["--progress_timeout", "soon", SCRIPT], "must be a number of seconds, at least 0, not 'soon'"),
         (["--job_id", "a b", SCRIPT], "must be letters, digits, dots and dashes"),
-        (["--max_restarts", "2", SCRIPT], "unrecognized arguments"),
+        (["--max_restarts", "2", SCRIPT], "fleetrun has no --max_restarts: use --max_restart."),
+        (["--node-rank=1", SCRIPT], "fleetrun has no --node-rank: use --rank."),
+        (["--standalone", SCRIPT], "fleetrun has no --standalone: leave it out: a job of one machine needs no address"),
+        (["--master_port", "29500", SCRIPT], "fleetrun has no --master_port: use --master HOST:PORT"),
+        (["--rdzv-endpoint", "a:1", SCRIPT], "fleetrun has no --rdzv-endpoint: use --master HOST:PORT"),
+        (["--logdir", "a", SCRIPT], "fleetrun has no --logdir: use --log_dir, or put it after the script"),
+        (["--lr", "0.1", SCRIPT], "fleetrun has no --lr: fleetrun --help lists its options. Those of the script go"),
+        ([str(Path(SCRIPT).parent)], "is a folder: name a file in it."),
         *((["--" + name, "1", SCRIPT], f"--{name} belongs to parameter servers") for name in MEANINGLESS),
     ],
 )
@@ -53,6 +60,15 @@ def test_a_machine_alone_needs_nothing():
     options = parse([SCRIPT, "--lr", "0.1", "--gpus"])
     assert options.command == [SCRIPT, "--lr", "0.1", "--gpus"]
     assert (options.workers, options.alone, options.max_restart, options.log_dir) == (1, True, 0, Path("log"))
+
+
+def test_dashes_within_options_are_taken_for_underscores(capsys):
+    options = parse(["--nproc-per-node", "1", "--log-dir=x", "--max-restart", "2", SCRIPT, "--log-dir"])
+    assert (options.workers, options.log_dir, options.max_restart) == (1, Path("x"), 2)
+    assert options.command == [SCRIPT, "--log-dir"]
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    assert "--log-dir" not in capsys.readouterr().out
 
 
 def test_several_machines():
@@ -90,6 +106,7 @@ def test_the_block_has_the_guides_rows():
         "job_id: None",
     ]
     assert "log_dir: log" in lines
+    assert {"join_timeout: 300", "stop_timeout: 30"} <= set(lines)
     assert lines[-1] == "-" * 48
 
 

@@ -1,9 +1,10 @@
 from fleetx.comm.beats import Beat
-from fleetx.launch.progress import Progress, Stall, culprits, stuck_ending
+from fleetx.launch.progress import Progress, Stall, culprits, misses_the_start, stuck_ending
 from fleetx.launch.stacks import Stack, main_thread
 
 WAITING = Stack(['File "/x/site-packages/torch/distributed/distributed_c10d.py", line 1 in all_reduce'])
 OURS = Stack(['File "/x/src/fleetx/comm/reducer.py", line 170 in _receive', 'File "a.py", line 1 in <module>'])
+JOINING = Stack([*WAITING.lines, 'File "/x/src/fleetx/fleet/job.py", line 41 in init', 'File "a.py", line 3'])
 READING = Stack(['File "/x/data.py", line 7 in read'])
 
 
@@ -38,6 +39,16 @@ def test_the_one_that_does_not_wait_for_others_keeps_them_waiting():
     assert culprits(beats(6, 0), {0: WAITING, 1: READING}) == [1]
     assert culprits(beats(5, 5), {0: WAITING, 1: OURS}) == [0, 1]
     assert culprits(beats(5, 4), {0: Stack(WAITING.lines, stopped=True), 1: READING}) == [0]
+
+
+def test_a_worker_that_others_wait_for_in_init_has_not_joined_them():
+    stacks = {0: JOINING, 1: READING}
+    assert misses_the_start(1, beats(0, 0), stacks)
+    assert not misses_the_start(0, beats(0, 0), stacks)
+    assert not misses_the_start(1, beats(0, 0), {0: WAITING, 1: READING})
+    assert str(Stall(31, 30, is_start=True, is_missed=True)) == (
+        "it has not joined the others, who have waited for 31 s in fleet.init(), the limit is 30 s (--start_timeout)"
+    )
 
 
 def beats(*counts):

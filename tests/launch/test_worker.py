@@ -20,6 +20,21 @@ def run(tmp_path, text):
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | ENVIRONMENT)
 
 
+INTERRUPTED = """
+import atexit
+atexit.register(print, "exit functions")
+try:
+    raise KeyboardInterrupt
+finally:
+    print("finally")
+"""
+
+
+def test_an_interrupted_script_cleans_up_and_leaves_without_a_traceback(tmp_path):
+    done = run(tmp_path, INTERRUPTED)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "finally\nexit functions\n", "")
+
+
 def test_exit_functions_can_tell_that_the_script_has_failed(tmp_path):
     """An asynchronous save, say, which then does not wait for others for long."""
     done = run(tmp_path, FAILS)

@@ -23,7 +23,8 @@ from fleetx.launch.ending import Ending
 from fleetx.launch.logs import Relay, WorkerLog
 from fleetx.launch.nursery import MOST_BYTES, Orders
 from fleetx.launch.oom import OutOfMemory
-from fleetx.launch.say import show
+from fleetx.launch.output import TROUBLE
+from fleetx.launch.say import say, show
 from fleetx.launch.stacks import Stack, is_stopped, read_stack
 
 CONSOLE_NAME = "[worker 0] "
@@ -66,7 +67,7 @@ class _Living:
     pid: int | None
     log: WorkerLog | None
     memory: OutOfMemory
-    told_to_end: bool = False
+    told_at: float | None = None  # when it was told to end, if it was
 
 
 class Crew:
@@ -84,6 +85,9 @@ class Crew:
         self._living: dict[int, _Living] = {}
         self._relay: Relay | None = None
         self._attempt: Attempt | None = None
+        # Where workers note that their logs cannot be written, and whether that has been said.
+        self._trouble = self._scratch / "log_trouble"
+        self._has_told_of_trouble = False
 
     # What the job asks for -----------------------------------------------------------------------------
 
@@ -117,7 +121,8 @@ class Crew:
 
     def has_failing(self) -> bool:
         """Whether a living worker has said what its error is, and is about to end."""
-        return any(self._report_file(rank).exists() for rank in self._living)
+        words = [_word(self._report_file(rank)) for rank in self._living]
+        return any(word and word.get("code", 1) != 0 for word in words)
 
     def ask_for_stacks(self) -> None:
         """Nothing to do: those of this host come at once."""
@@ -143,6 +148,7 @@ class Crew:
             time.sleep(wait)
         if self._relay is not None:
             self._relay.pump()
+        self._tell_of_lost_lines()
         return endings
 
     def silence(self) -> None:
@@ -166,8 +172,9 @@ class Crew:
         return -1 if self._socket is None else self._socket.fileno()
 
     def _end_with(self, number: int, group: bool) -> None:
+        now = time.monotonic()
         for living in self._living.values():
-            living.told_to_end = True
+            living.told_at = living.told_at or now
         if self._nursery is not None and not self._is_ready:
             self._nursery.kill()  # it still imports, and there is nobody yet who could handle a signal
         self._tell({"signal": number, "ranks": self.ranks, "group": group})
@@ -195,7 +202,7 @@ class Crew:
     def _start_worker(self, attempt: Attempt, local: int) -> None:
         rank = attempt.first_rank + local
         title = f"job {attempt.job_id}, attempt {attempt.number}"
-        log = WorkerLog(self.settings.log_dir or self._scratch, rank, title)
+        log = WorkerLog(self.settings.log_dir or self._scratch, rank, title, first=attempt.number == 0)
         shown = rank == 0 and self.settings.log_dir is None
         if rank == 0 and not shown:
             self._relay = Relay(log, CONSOLE_NAME)
@@ -204,7 +211,7 @@ class Crew:
         orders = Orders(
             rank=rank,
             command=self.settings.command,
-            environment=self._environment(attempt, local),
+            environment=self._environment(attempt, local) | ({} if shown else {TROUBLE: str(self._trouble)}),
             log=None if shown else str(log.path),
             fresh=self.settings.fresh,
         )
@@ -276,8 +283,11 @@ class Crew:
         if rank == 0 and self._relay is not None:
             self._relay.pump(whole=False)
         word = _word(self._report_file(rank))
-        if word and living.told_to_end and code < 0:
-            code = word.get("code", 1)  # it had failed by itself before, and was slow to end
+        told = living.told_at is not None
+        if living.told_at is not None and word.get("code") == 0 and word["time"] > living.told_at:
+            word = {}  # it left because it was told to
+        if word and told and code < 0:
+            code = word.get("code", 1)  # it had failed or left by itself before, and was slow to end
         return Ending(
             rank=rank,
             host=self.settings.host,
@@ -287,9 +297,9 @@ class Crew:
             lines=[] if living.log is None else living.log.end(),
             error_type=word.get("type", ""),
             error=word.get("message", ""),
-            out_of_memory=code == -signal.SIGKILL and not living.told_to_end and living.memory.has_struck(),
-            by_us=living.told_to_end and code != 0 and not word,
-            asked=self._beat_of(rank).signal if code == 0 and not living.told_to_end else 0,
+            out_of_memory=code == -signal.SIGKILL and not told and living.memory.has_struck(),
+            by_us=told and not word,
+            asked=self._beat_of(rank).signal if code == 0 and not told else 0,
         )
 
     def _beat_of(self, rank: int) -> Beat:
@@ -310,6 +320,18 @@ class Crew:
                 os.killpg(pid, signal.SIGKILL)
         now = time.monotonic()
         return [self._ended(rank, code if code else -signal.SIGKILL, now) for rank in self.ranks]
+
+    def _tell_of_lost_lines(self) -> None:
+        """Once: a disk that is full is no reason to end a job, and somebody should know."""
+        if self._has_told_of_trouble or not self._trouble.exists():
+            return
+        self._has_told_of_trouble = True
+        folder = self.settings.log_dir or self._scratch
+        reason = self._trouble.read_text(encoding="utf-8", errors="replace") or "no room"
+        say(
+            f"the logs of the workers, {folder}/workerlog.N, cannot be written ({reason}). Training goes on; what the "
+            "workers print is lost until there is room: make some, or give another --log_dir next time."
+        )
 
     def _report_file(self, rank: int) -> Path:
         return self._scratch / f"report.{rank}"

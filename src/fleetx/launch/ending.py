@@ -3,7 +3,7 @@
 import re
 import signal
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 # The exit code of a job that lost a machine, and of one that had to end a worker that stood still, as `timeout` has it.
@@ -15,6 +15,9 @@ _CONSEQUENCE = re.compile(
     r"|\b(tcp|prefix|file)?store\b",
     re.IGNORECASE,
 )
+# How much later than a failure that it caused the end of a worker may seem to be: clocks of machines are compared by
+# messages, and a process takes a moment to end.
+_SEEMS_LATER = 0.5
 _COMMUNICATION = {"RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "CheckpointError"}
 
 
@@ -22,7 +25,8 @@ _COMMUNICATION = {"RuntimeError", "DistBackendError", "DistNetworkError", "DistS
 class Ending:
     """One worker's end. `code` is as Python gives it: negative for a signal. `by_us` ones were told to end.
 
-    `asked` is the signal that a worker got from somebody else, and left for by itself.
+    `asked` is the signal that a worker got from somebody else, and left for by itself. `left_early` is what others
+    failed with because this one had left, all being well for itself.
     """
 
     rank: int
@@ -36,6 +40,7 @@ class Ending:
     out_of_memory: bool = False
     by_us: bool = False
     asked: int = 0
+    left_early: int = 0
     stuck: str = ""
     lost_host: str = ""
 
@@ -53,6 +58,8 @@ class Ending:
         """What a shell would call it."""
         if self.asked:
             return 128 + self.asked
+        if self.left_early:
+            return self.left_early
         return 128 - self.code if self.code < 0 else self.code
 
     @property
@@ -68,6 +75,11 @@ class Ending:
         if self.asked:
             name = signal_name(self.asked)
             return f"{who} got {name} from somebody other than fleetrun, and left as it asks (host {self.host})"
+        if self.left_early:
+            return (
+                f"{who} left with exit code 0 while others were still at work (host {self.host}): all workers must do "
+                "the same steps"
+            )
         if self.stuck:
             return f"{who} made no progress: {self.stuck} (host {self.host})"
         if self.out_of_memory:
@@ -81,12 +93,25 @@ class Ending:
 def root_cause(endings: Sequence[Ending]) -> Ending | None:
     """The ending that explains the others: the first that failed by itself, not for want of another worker.
 
-    Where nobody failed it is the first that was asked to leave by somebody else: the job is not done.
+    Where all failed for want of another, it is the one that had left without an error before, if there is one. Where
+    nobody failed it is the first that was asked to leave by somebody else: the job is not done.
     """
     failed = [ending for ending in endings if ending.failed and not ending.by_us]
     if not failed:
         return min((ending for ending in endings if ending.asked), key=lambda e: (e.time, e.rank), default=None)
-    return min(failed, key=lambda e: (not (e.stuck or e.lost_host), e.is_consequence, e.time, e.rank))
+    first = min(failed, key=lambda e: (not (e.stuck or e.lost_host), e.is_consequence, e.time, e.rank))
+    if first.is_consequence and not first.stuck and not first.lost_host:
+        return _left_before(first, endings) or first
+    return first
+
+
+def _left_before(failure: Ending, endings: Sequence[Ending]) -> Ending | None:
+    """The first worker that had left without an error, and unasked by the launcher, when another one lost it."""
+    left = [e for e in endings if e.code == 0 and not e.failed and not e.by_us]
+    early = [e for e in left if e.time <= failure.time + _SEEMS_LATER]
+    if not early:
+        return None
+    return replace(min(early, key=lambda e: (e.time, e.rank)), left_early=failure.exit_code)
 
 
 def signal_name(number: int) -> str:
@@ -98,5 +123,8 @@ def signal_name(number: int) -> str:
 
 
 def _first_line(text: str) -> str:
-    line = text.strip().partition("\n")[0]
+    """And the second, if the first only announces it."""
+    line, _, rest = (part.strip() for part in text.strip().partition("\n"))
+    if line.endswith(":") and rest:
+        line = f"{line} {rest.partition(chr(10))[0].rstrip()}"
     return line if len(line) <= 300 else line[:297] + "..."

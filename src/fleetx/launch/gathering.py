@@ -80,7 +80,7 @@ class Gathering:
             channel.close()
             raise LaunchError(f"host {joined['host']} ({joined['address']}) cannot take part: {wrong}.")
         channel.send({"welcome": self._job_id})
-        say(f"host {joined['host']} ({joined['address']}) has joined with {joined['workers']} workers.")
+        say(f"host {joined['host']} ({joined['address']}) has joined with {_count(joined['workers'])}.")
         self._joined.append(RemoteCrew(channel, joined))
 
 
@@ -92,10 +92,15 @@ def _difference(joined: dict[str, Any]) -> str:
     return "versions differ, " + ", ".join(differing) if differing else ""
 
 
+def _count(workers: int) -> str:
+    return f"{workers} worker{'' if workers == 1 else 's'}"
+
+
 def _cannot_listen(address: str, port: int, error: OSError) -> LaunchError:
     if error.errno == errno.EADDRINUSE:
         return LaunchError(
-            f"port {port} of {address} is in use by another program, an earlier job maybe: end that one, or give "
-            "another port with --master HOST:PORT on all machines."
+            f"port {port} of {address} is in use by another program. If that is the first machine of this job, the "
+            "others need --rank 1, 2, ...; if it is an earlier job or none of ours, end it, or give another port with "
+            "--master HOST:PORT on all machines."
         )
     return LaunchError(f"cannot listen on {address}:{port}: {error.strerror}. Is it an address of this machine?")

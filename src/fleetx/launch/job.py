@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from fleetx.comm.beats import Beat, Manner
 from fleetx.launch.crew import Attempt
 from fleetx.launch.ending import Ending, root_cause, signal_name
-from fleetx.launch.progress import Progress, culprits, stuck_ending
+from fleetx.launch.progress import Progress, culprits, misses_the_start, stuck_ending
 from fleetx.launch.roster import Roster
-from fleetx.launch.say import LaunchError, say, show
+from fleetx.launch.say import LaunchError, full_stop, named, say, show
 from fleetx.launch.stopping import Stopping
 from fleetx.launch.store import AttemptStore
 
@@ -47,6 +47,8 @@ class Job:
         # Whether the attempt ends because another machine has joined, and since when a worker is about to fail.
         self._is_reforming = False
         self._failing_since: float | None = None
+        # What is to be said about workers that did not leave when they were asked to.
+        self._forced = ""
 
     def run(self) -> int:
         """Gives the exit code to pass on, after telling the other machines."""
@@ -54,8 +56,8 @@ class Job:
         try:
             code, sentence = self._run()
         except LaunchError as error:
-            sentence = str(error).rstrip(".")
-            say(f"{sentence}.")
+            sentence = full_stop(str(error))
+            say(sentence)
         finally:
             self.roster.end(code, sentence)
         return code
@@ -175,17 +177,26 @@ class Job:
 
     def _leave(self, number: int) -> list[Ending]:
         """Workers save and leave; those that take too long are ended, or all at once at a second signal."""
+        self._forced = ""
         end = time.monotonic() + self.settings.stop_limit
         endings = self._held_back(end - self.settings.stop_limit / 2)
         for crew in self.roster.crews:
             crew.signal(number)
+        why = f"after {self.settings.stop_limit:g} s (--stop_timeout)"
         has_failed = False
         while self._ranks() and time.monotonic() < end and len(self.stopping.numbers) < 2:
             endings += self._poll(_TICK)
             self.stopping.numbers += self.roster.stop_signals()
             if not has_failed and any(ending.code != 0 for ending in endings):
                 has_failed = True
-                end = min(end, time.monotonic() + _REST)
+                if time.monotonic() + _REST < end:
+                    end = time.monotonic() + _REST
+                    why = f"{_REST:g} s after another one had failed"
+        if len(self.stopping.numbers) > 1:
+            why = f"at the second signal ({signal_name(self.stopping.numbers[1])})"
+        if self._ranks():
+            self._forced = ended_by_force(self._ranks(), why)
+            say(self._forced)
         return endings + self._kill()
 
     def _held_back(self, end: float) -> list[Ending]:
@@ -204,7 +215,8 @@ class Job:
         if cause is not None and not cause.is_consequence and not cause.asked:
             explain(cause, [cause])
         say(f"stopped by {signal_name(number)}.")
-        return 128 + number, f"stopped by {signal_name(number)}"
+        # On the other machines this is all that is said.
+        return 128 + number, f"stopped by {signal_name(number)}{'; ' if self._forced else ''}{self._forced}"
 
     def _ended_for_standing_still(self, progress: Progress) -> list[Ending]:
         """Name the worker that makes no progress, with its stack; it ends with the attempt."""
@@ -219,10 +231,14 @@ class Job:
         stacks = {rank: stack for crew in self.roster.crews for rank, stack in crew.stacks().items()}
         hosts = {rank: crew.settings.host for crew in self.roster.crews for rank in crew.ranks}
         longest = max(stalled.values())
-        return [
-            stuck_ending(rank, hosts[rank], stalled.get(rank, longest), stacks[rank], now)
+        stalls = {
+            rank: longest._replace(is_missed=True)
+            if misses_the_start(rank, beats, stacks)
+            else stalled.get(rank, longest)
             for rank in culprits(beats, stacks)
-            if rank in hosts
+        }
+        return [
+            stuck_ending(rank, hosts[rank], stall, stacks[rank], now) for rank, stall in stalls.items() if rank in hosts
         ]
 
 
@@ -235,21 +251,32 @@ def _only_consequences(endings: Sequence[Ending]) -> bool:
     return all(ending.is_consequence for ending in endings if ending.failed)
 
 
+def ended_by_force(ranks: Sequence[int], why: str) -> str:
+    """What is said about workers that were asked to save and leave, and had not done so."""
+    was, they = ("were", "they") if len(ranks) > 1 else ("was", "it")
+    return f"{named(ranks)} had not left {why} and {was} ended; what {they} had not saved is lost."
+
+
 def explain(cause: Ending, endings: Sequence[Ending], restart: str | None = None) -> None:
     """What went wrong, the cause last: the end of the worker's log, then one line that says it all."""
     show("", sys.stdout)
-    if cause.lines and not cause.asked and (cause.rank != 0 or cause.stuck):
-        if not cause.stuck:
-            say(f"the end of {cause.log}:")
-        show("".join(f"    {line}\n" for line in cause.lines), sys.stderr)
-    others = sorted({e.rank for e in endings if e.failed and e.is_consequence and e.rank != cause.rank})
-    gone = sorted(e.rank for e in endings if not e.failed and e.time < cause.time)
-    if cause.is_consequence and gone:
-        say(
-            f"workers that had ended before, without an error: {', '.join(map(str, gone))}. All must do the same steps."
-        )
-    if others:
-        say(f"workers that failed because they lost worker {cause.rank}: {', '.join(map(str, others))}.")
-    log = f" Its log: {cause.log}" if cause.log else ""
+    victims = [e for e in endings if e.failed and e.is_consequence and e.rank != cause.rank]
+    # A worker that left without an error has nothing to show: those that lost it do.
+    _show_end(min(victims, key=lambda e: e.time) if cause.left_early and victims else cause)
+    gone = {e.rank for e in endings if e.code == 0 and not e.failed and not e.by_us}
+    if cause.left_early and len(gone) > 1:
+        say(f"workers that had left without an error: {', '.join(map(str, sorted(gone)))}.")
+    if victims:
+        it = "they" if len({e.rank for e in victims}) > 1 else "it"
+        say(f"{named({e.rank for e in victims})} failed because {it} lost worker {cause.rank}.")
+    log = f" Its log: {cause.log}." if cause.log else ""
     then = f" This is {restart}." if restart else ""
-    say(f"{cause.sentence()}.{log}{then}")
+    say(f"{full_stop(cause.sentence())}{log}{then}")
+
+
+def _show_end(ending: Ending) -> None:
+    """The last lines of a worker's log, or its stack; what worker 0 printed has been shown already."""
+    if ending.lines and not ending.asked and (ending.rank != 0 or ending.stuck):
+        if not ending.stuck:
+            say(f"the end of {ending.log}:")
+        show("".join(f"    {line}\n" for line in ending.lines), sys.stderr)

@@ -12,7 +12,7 @@ from fleetx.launch.ending import signal_name
 from fleetx.launch.gathering import versions
 from fleetx.launch.network import interface_of
 from fleetx.launch.remote import SILENCE, WORD_EVERY
-from fleetx.launch.say import LaunchError, say
+from fleetx.launch.say import LaunchError, full_stop, say
 from fleetx.launch.stopping import Stopping
 
 _TICK = 0.05
@@ -115,7 +115,7 @@ class Membership:
         assert self._end is not None
         code, sentence = self._end
         if sentence:
-            say(f"{sentence}.")
+            say(full_stop(sentence))
         return code
 
     def _listen(self) -> None:

@@ -30,14 +30,16 @@ def require_folder(folder: Path) -> None:
 class WorkerLog:
     """One worker's log during one attempt: a part of a file that earlier attempts may have begun."""
 
-    def __init__(self, folder: Path, rank: int, title: str) -> None:
+    def __init__(self, folder: Path, rank: int, title: str, *, first: bool = True) -> None:
+        """`first` attempts need no header in a file that is new; of later ones each has its own."""
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"workerlog.{rank}"
         begun = self.path.exists() and self.path.stat().st_size > 0
-        if begun:
+        if begun or not first:
             # A disk that is full is no reason to give up a job.
             with contextlib.suppress(OSError), self.path.open("a", encoding="utf-8") as file:
-                file.write(f"\n===== {title}, {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z} =====\n")
+                blank = "\n" if begun else ""
+                file.write(f"{blank}===== {title}, {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z} =====\n")
         self.start = self.path.stat().st_size if self.path.exists() else 0
 
     def end(self) -> list[str]:

@@ -21,9 +21,11 @@ import sys
 import time
 import warnings
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from fleetx.launch import worker
+from fleetx.launch.output import TROUBLE, note_trouble
 from fleetx.launch.parting import adopt_orphans, die_with_parent, live_on
 
 MOST_BYTES = 1 << 20
@@ -123,7 +125,7 @@ def _forked(orders: Orders, brood: _Brood, launcher: socket.socket) -> bool:
     os.setpgid(0, 0)
     signal.set_wakeup_fd(-1)
     die_with_parent(nursery)
-    _redirect(orders.log)
+    _redirect(orders)
     os.environ.update(orders.environment)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
@@ -134,15 +136,25 @@ def _forked(orders: Orders, brood: _Brood, launcher: socket.socket) -> bool:
     return True
 
 
-def _redirect(log: str | None) -> None:
+def _redirect(orders: Orders) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    if log is not None:
-        file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    if orders.log is not None:
+        file = _opened(orders.log, orders.environment.get(TROUBLE))
         os.dup2(file, 1)
         os.dup2(file, 2)
         os.close(file)
+
+
+def _opened(log: str, trouble: str | None) -> int:
+    """The log, or nothing at all where it cannot be made: a disk that is full must not keep a worker from its work."""
+    try:
+        return os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    except OSError as error:
+        if trouble is not None:
+            note_trouble(Path(trouble), error)
+        return os.open(os.devnull, os.O_WRONLY)
 
 
 def _import_what_torch_puts_off() -> None:

@@ -1,6 +1,7 @@
 """The options of `fleetrun`: their meaning, their defaults, and what is wrong with them."""
 
 import argparse
+import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ class Options:
             "http_port": None,
             "ips": ",".join(self.ips),
             "job_id": self.job_id,
+            "join_timeout": f"{self.join_timeout:g}",
             "log_dir": self.log_dir,
             "master": None if self.master is None else f"{self.master[0]}:{self.master[1]}",
             "max_restart": self.max_restart,
@@ -61,6 +63,7 @@ class Options:
             "progress_timeout": f"{self.progress_timeout:g}",
             "rank": self.rank,
             "start_timeout": f"{self.start_timeout:g}",
+            "stop_timeout": f"{self.stop_timeout:g}",
             "training_script": self.command[0] if self.command[0] != "-m" else " ".join(self.command[:2]),
             "training_script_args": self.command[1:] if self.command[0] != "-m" else self.command[2:],
         }
@@ -69,7 +72,9 @@ class Options:
 def parse(arguments: Sequence[str] | None = None) -> Options:
     """Read the command line; what is wrong ends the program with a message."""
     parser = _parser()
-    given = parser.parse_args(arguments)
+    given, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        parser.error(_remedy(unknown[0].partition("=")[0], parser))
     for name in MEANINGLESS:
         if getattr(given, name) is not None:
             parser.error(
@@ -79,12 +84,15 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     if given.script is None:
         parser.error("the following arguments are required: script")
     command = ["-m", given.script, *given.script_args] if given.module else [given.script, *given.script_args]
+    if not given.module and Path(given.script).is_dir():
+        parser.error(f"the script must be a Python file, and {given.script!r} is a folder: name a file in it.")
     if not given.module and not Path(given.script).is_file():
         parser.error(f"the script {given.script!r} does not exist (looked in {Path.cwd()}).")
     ips = given.ips or [LOOPBACK]
     least, most = given.nnodes or (len(ips), len(ips))
     if given.ips and most != len(ips):
-        parser.error(f"--nnodes {most} contradicts --ips, which names {len(ips)} hosts: leave one of them out.")
+        hosts = f"{len(ips)} host{'' if len(ips) == 1 else 's'}"
+        parser.error(f"--nnodes {most} contradicts --ips, which names {hosts}: leave one of them out.")
     master = given.master
     if most > 1 and master is None and given.ips:
         master = (ips[0], DEFAULT_PORT)
@@ -134,6 +142,24 @@ def _workers(parser: argparse.ArgumentParser, count: int | None, devices: Device
             "its own. Lower it, or run on the host with --devices cpu,cpu,..."
         )
     return count or gpus or 1
+
+
+def _remedy(option: str, parser: argparse.ArgumentParser) -> str:
+    """What to do instead of an option that is not there: many know those of torchrun."""
+    name = option.lstrip("-").replace("-", "_")
+    if name in _ELSEWHERE:
+        return f"fleetrun has no {option}: {_ELSEWHERE[name]}."
+    known = {flag[2:] for flag in parser._option_string_actions if flag.startswith("--")} - set(MEANINGLESS)
+    close = difflib.get_close_matches(name, sorted(flag for flag in known if "-" not in flag), n=1, cutoff=0.75)
+    if close:
+        return f"fleetrun has no {option}: use --{close[0]}, or put it after the script if it is the script's own."
+    return f"fleetrun has no {option}: fleetrun --help lists its options. Those of the script go after the script."
+
+
+def _accept_dashes(parser: argparse.ArgumentParser) -> None:
+    """`--nproc-per-node` is `--nproc_per_node`, as for torchrun; `--help` shows one spelling."""
+    known = parser._option_string_actions
+    known.update({f"--{name[2:].replace('_', '-')}": action for name, action in known.items() if name[:2] == "--"})
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -201,7 +227,30 @@ def _parser() -> argparse.ArgumentParser:
     wrong.add_argument("--job_id", type=_name, metavar="NAME", help="a name for logs and messages (default: random)")
     for name in MEANINGLESS:
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
+    _accept_dashes(parser)
     return parser
+
+
+# What torchrun and Paddle's launcher call otherwise, or have and fleetrun does not need.
+_ADDRESS = "use --master HOST:PORT, the same on all machines"
+_ALONE = "leave it out: a job of one machine needs no address, and finds a port by itself"
+_LOGS = "leave it out: --log_dir has what each worker prints, and the console shows worker 0"
+_NEEDLESS = "leave it out: fleetrun does not need it"
+_ELSEWHERE = {
+    "node_rank": "use --rank",
+    "max_restarts": "use --max_restart",
+    "master_addr": _ADDRESS,
+    "master_port": _ADDRESS,
+    "rdzv_endpoint": _ADDRESS,
+    "rdzv_id": "use --job_id",
+    "standalone": _ALONE,
+    "selected_gpus": "use --gpus",
+    "no_python": "leave it out: each worker runs a Python script, or a module with -m",
+    "tee": _LOGS,
+    "redirects": _LOGS,
+    **dict.fromkeys(("rdzv_backend", "rdzv_conf", "monitor_interval", "start_method", "role", "local_addr"), _NEEDLESS),
+    **dict.fromkeys(("use_env", "run_mode"), _NEEDLESS),
+}
 
 
 _LOG_DIR = "where workerlog.N keeps what worker N prints, over all restarts (default log)"

@@ -14,8 +14,14 @@ class Stall(NamedTuple):
     seconds: float
     limit: float
     is_start: bool = False
+    is_missed: bool = False  # the others wait for it in fleet.init()
 
     def __str__(self) -> str:
+        if self.is_missed:
+            return (
+                f"it has not joined the others, who have waited for {self.seconds:.0f} s in fleet.init(), the limit is "
+                f"{self.limit:g} s (--start_timeout)"
+            )
         step, flag = ("first step", "--start_timeout") if self.is_start else ("step", "--progress_timeout")
         return f"no {step} for {self.seconds:.0f} s, the limit is {self.limit:g} s ({flag})"
 
@@ -60,6 +66,12 @@ def culprits(beats: Mapping[int, Beat], stacks: Mapping[int, Stack]) -> list[int
         ranks = at_work
     least = min(beats[rank].count for rank in ranks)
     return [rank for rank in ranks if beats[rank].count == least]
+
+
+def misses_the_start(rank: int, beats: Mapping[int, Beat], stacks: Mapping[int, Stack]) -> bool:
+    """Whether others are in `fleet.init()`, and this worker has not come that far."""
+    joining = [other for other, stack in stacks.items() if stack.is_joining]
+    return bool(joining) and rank not in joining and beats[rank].count == 0
 
 
 def stuck_ending(rank: int, host: str, stall: Stall, stack: Stack, moment: float) -> Ending:

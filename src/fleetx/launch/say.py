@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+from collections.abc import Iterable
 from typing import TextIO
 
 
@@ -13,6 +14,18 @@ class LaunchError(Exception):
 def say(text: str) -> None:
     """One line on stderr, apart from what workers print."""
     show(f"fleetrun: {text}\n", sys.stderr)
+
+
+def full_stop(text: str) -> str:
+    """As a sentence that ends with one full stop: messages of others may bring their own, or none."""
+    text = text.rstrip()
+    return text if text.endswith((".", "!", "?")) else f"{text.rstrip(':;, ')}."
+
+
+def named(ranks: Iterable[int]) -> str:
+    """`worker 1`, or `workers 0, 1`."""
+    numbers = [str(rank) for rank in sorted(ranks)]
+    return f"worker{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
 
 
 def show(text: str, console: TextIO) -> None:

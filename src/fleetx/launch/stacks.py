@@ -9,6 +9,8 @@ from typing import Any
 _MOST_LINES = 25
 # Frames of the main thread that mean "waits for the other workers".
 _WAITING = re.compile(r"[/\\]torch[/\\]distributed[/\\]|[/\\]fleetx[/\\]comm[/\\](reducer|agreement|broadcast)\.py")
+# The frame of a worker that joins the others.
+_JOINING = re.compile(r'[/\\]fleetx[/\\]fleet[/\\]job\.py", line \d+ in init')
 # Frames that are the same in every worker, and those of imports.
 _MACHINERY = re.compile(r'"<frozen |[/\\]fleetx[/\\]launch[/\\]')
 
@@ -25,6 +27,11 @@ class Stack:
     def waits_for_others(self) -> bool:
         """Whether it is in the middle of a message between workers."""
         return any(_WAITING.search(line) for line in self.lines[:3])
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether it is in `fleet.init()`, where all workers meet."""
+        return any(_JOINING.search(line) for line in self.lines)
 
     def as_message(self) -> dict[str, Any]:
         """As plain values."""

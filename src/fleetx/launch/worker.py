@@ -17,8 +17,9 @@ from pathlib import Path
 from types import TracebackType
 
 from fleetx.comm import beats
+from fleetx.launch.output import forgive_full_disks
 
-# Where a worker leaves word of the error that ended it, and where it writes its stack when asked.
+# Where a worker leaves word of how its script ended, and where it writes its stack when asked.
 REPORT = "FLEETX_REPORT"
 STACK = "FLEETX_STACK"
 # A real-time signal: scripts and batch systems use SIGUSR1 and SIGUSR2 for themselves.
@@ -45,20 +46,22 @@ def run(command: Sequence[str]) -> None:
     """Run the script, or `-m module`, as if Python had been started with it. The environment is complete by now."""
     ours = fleet_environment(os.environ)
     os.environ.update(ours)
+    forgive_full_disks()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)  # what a worker has printed is in its log, however it ends
     _answer_with_stacks()
     beats.open_from_environment()
-    report = os.environ.pop(REPORT, None)
+    report, process = os.environ.pop(REPORT, None), os.getpid()
     try:
         _run_as_main(list(command))
+        _leave_word(report, process, {"code": 0})
     except SystemExit as leaving:
-        if leaving.code not in (None, 0):
-            _leave_word(report, {"code": leaving.code if isinstance(leaving.code, int) else 1})
+        code = leaving.code or 0
+        _leave_word(report, process, {"code": code if isinstance(code, int) else 1})
         raise
     except Exception as error:
-        _leave_word(report, {"type": type(error).__name__, "message": str(error)})
+        _leave_word(report, process, {"type": type(error).__name__, "message": str(error)})
         # Only the script's own part: how it was started is nobody's error.
         own = error.with_traceback(_own_part(error.__traceback__))
         # As Python has it: exit functions can tell by it that the program has failed.
@@ -130,9 +133,9 @@ def _answer_with_stacks() -> None:
         faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
 
 
-def _leave_word(path: str | None, word: dict[str, object]) -> None:
+def _leave_word(path: str | None, process: int, word: dict[str, object]) -> None:
     """Before anything is torn down: the others fail as soon as this worker's connections close."""
-    if path is None:
+    if path is None or os.getpid() != process:  # a process that the script forked does not speak for it
         return
     with contextlib.suppress(OSError):  # a full disk must not hide the error itself
         Path(path).write_text(json.dumps({"time": time.monotonic(), **word}), encoding="utf-8")
@@ -148,7 +151,10 @@ def _own_part(trace: TracebackType | None) -> TracebackType | None:
 
 def main() -> None:
     """Be a worker that was started as a program of its own."""
-    run(sys.argv[1:])
+    try:
+        run(sys.argv[1:])
+    except KeyboardInterrupt:  # somebody asked for it, and a traceback would tell nobody anything
+        sys.exit(128 + signal.SIGINT)
 
 
 if __name__ == "__main__":
