@@ -97,7 +97,7 @@ def show(saved):
         trials = [trial for trial in entry["trials"] if "skipped" not in trial]
         good = sum(trial["ok"] for trial in trials)
         seconds = [trial["seconds"] for trial in trials if "seconds" in trial]
-        slowest = f"{statistics.quantiles(seconds, n=20)[-1]:.1f} s" if len(seconds) > 1 else ""
+        slowest = f"{statistics.quantiles(seconds, n=20, method='inclusive')[-1]:.1f} s" if len(seconds) > 1 else ""
         bar = f"{wanted} of {wanted}" + (f", {most:g} s" if most else "")
         table.add_row(name, f"{good} of {len(trials)}", bar, slowest, f"{entry['seconds'] / 60:.1f} min")
     Console().print(table)

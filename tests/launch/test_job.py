@@ -14,6 +14,7 @@ from fleetx.launch.job import _may_ask_yet, ended_by_force, explain
         ("UNDECIDED ASKS", True),
         ("ASKS ASKS", False),
         ("UNDECIDED NEVER_ASKS", False),  # they run the same script
+        ("ASKS NEVER_ASKS", True),  # which was said too early
         ("", False),
     ],
 )

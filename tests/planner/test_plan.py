@@ -234,6 +234,11 @@ def test_blocks_that_are_cut_inside_are_folded_by_their_parts():
     ]
 
 
+def test_blocks_that_are_cut_twice_inside_are_folded_too():
+    names = [name for i in range(4) for name in (f"l.{i}.a", f"l.{i}.b", f"l.{i}")]
+    assert [row[:2] for row in folded(names, [AGAIN] * 12)] == [("l.0–3.a", 4), ("l.0–3.b", 4), ("l.0–3", 4)]
+
+
 def test_the_table_tells_a_person_everything():
     plan = plan_for(transformer(), memory=24 * GIB, global_batch=256, one_forward=True)
     text = str(plan)

@@ -17,7 +17,8 @@ class CheapDropout(nn.Dropout):
 
     def forward(self, input: Tensor) -> Tensor:
         """The input with some numbers set to zero, the others raised to make up for it."""
-        if self.training and 0.0 < self.p < 1.0 and torch.compiler.is_compiling():
+        is_plain = input.dim() > 0 and not self.inplace
+        if self.training and is_plain and 0.0 < self.p < 1.0 and torch.compiler.is_compiling():
             return thinned(input, self.p)
         return super().forward(input)
 

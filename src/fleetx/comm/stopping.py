@@ -41,9 +41,13 @@ _state = _State()
 
 def listen() -> None:
     """From now on SIGTERM and Ctrl-C ask this worker to leave, rather than ending it."""
-    if not _state.asked:
-        _state.asked = True
+    is_new, _state.asked = not _state.asked, True
+    _handle_signals()
+    if is_new:  # from now on a signal does no harm
         beats.note_manner(Manner.ASKS)
+
+
+def _handle_signals() -> None:
     if _state.listening or threading.current_thread() is not threading.main_thread():
         return
     _state.listening, _state.process = True, os.getpid()

@@ -116,7 +116,9 @@ class Planning:
             profile = replace(self._with_everything(profile, batch, device), notes=(*profile.notes, *notes))
             return until_verified(profile, feeding, batch, self._made, lambda peak: sharing.most(peak, device))
 
-        verified = first_that_fits(ways_to_cut(feeding, batch), planned)
+        # The first worker's for all: another one's batch may be cut elsewhere, and all must measure the same.
+        ways = json.loads(sharing.from_first(json.dumps(list(ways_to_cut(feeding, batch))), device))
+        verified = first_that_fits(ways, planned)
         self._profile = verified.profile
         self._consumption = Consumption(device)
         self._put_on(verified.plan)

@@ -243,8 +243,10 @@ class Job:
 
 
 def _may_ask_yet(beats: Mapping[int, Beat]) -> bool:
-    manners = [beat.manner for beat in beats.values()]
-    return any(manners) and min(manners) < Manner.ASKS and Manner.NEVER_ASKS not in manners
+    manners = {beat.manner for beat in beats.values()}
+    if Manner.ASKS in manners:  # they run the same script, so the others will
+        return manners != {Manner.ASKS}
+    return Manner.UNDECIDED in manners and Manner.NEVER_ASKS not in manners
 
 
 def _only_consequences(endings: Sequence[Ending]) -> bool:

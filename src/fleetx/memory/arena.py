@@ -6,6 +6,7 @@ slabs are made to measure, registered once, and handed out in blocks.
 
 import contextlib
 import mmap
+import sys
 import threading
 import weakref
 from collections import deque
@@ -21,6 +22,7 @@ from fleetx.units import format_bytes
 
 ALIGNMENT = 512
 SMALL_SLAB = 16 * 2**20
+_WIPE_ON_FORK = 18 if sys.platform == "linux" else None  # Python has no name for it
 
 
 @dataclass(eq=False)
@@ -182,16 +184,16 @@ class HostArena:
 def _pages(amount: int) -> Tensor:
     """Memory on pages of its own: CUDA registers pages, and refuses one that another slab has a part of.
 
-    Large pages where the system has them, since each page is pinned by itself. Processes that are forked do not get
-    them: they have no use for them, and what they share with this one the system may move when it is written to.
+    Large pages where the system has them, since each page is pinned by itself. Processes that are forked find zeros
+    there: what they shared with this one the system might move when it is written to.
     """
     if not hasattr(mmap, "MAP_PRIVATE"):  # Windows
         return torch.frombuffer(mmap.mmap(-1, amount), dtype=torch.uint8)
     pages = mmap.mmap(-1, amount, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        if hasattr(mmap, advice):
-            with contextlib.suppress(OSError):  # a system that was built without
-                pages.madvise(getattr(mmap, advice))
+    for advice in (getattr(mmap, "MADV_HUGEPAGE", None), _WIPE_ON_FORK):
+        if advice is not None:
+            with contextlib.suppress(OSError, ValueError):  # a system that was built without
+                pages.madvise(advice)
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 

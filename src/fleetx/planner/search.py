@@ -42,7 +42,7 @@ def first_that_fits(ways: Iterable[list[str]], attempt: Callable[[list[str]], T]
         try:
             return attempt(cuts)
         except DoesNotFit as error:
-            failures.append(error)
+            failures.append(error.with_traceback(None))  # it would hold the batch
     raise min(failures, key=lambda error: math.inf if error.least_memory is None else error.least_memory)
 
 

@@ -51,8 +51,10 @@ def _blocks(segments: list[tuple[str, State]]) -> list[list[tuple[str, State]]]:
     """The segments, with those inside of a module together with the one that this module ends."""
     blocks: list[list[tuple[str, State]]] = []
     for name, state in segments:
-        inner = blocks.pop() if blocks and blocks[-1][-1][0].startswith(name + ".") else []
-        blocks.append([*inner, (name, state)])
+        block = [(name, state)]
+        while blocks and blocks[-1][-1][0].startswith(name + "."):
+            block = blocks.pop() + block
+        blocks.append(block)
     return blocks
 
 

@@ -71,8 +71,10 @@ class Trace:
     def is_neck(self, outer: Call, inner: Call) -> bool:
         """Whether all that a call still reads after one inside of it has ended, is what that one gave."""
         last = max((node._sequence_nr() for node in inner.gives), default=-1)
-        if not outer.gives or last < 0:
-            return False  # nothing is known
+        if not outer.reads or not outer.gives or last < 0:
+            return False  # nothing is known: what needs no gradient is not in the graph
+        if set(inner.gives) & set(outer.reads):
+            return False  # it gives back what came in
         passed, seen, stack = set(inner.gives), set(), list(outer.gives)
         while stack:
             node = stack.pop()

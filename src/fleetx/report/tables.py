@@ -120,7 +120,7 @@ def chaos_table(result: Result) -> str:
     for name, scenario in result["scenarios"].items():
         trials = [trial for trial in scenario["trials"] if "skipped" not in trial]
         seconds = [trial["seconds"] for trial in trials if "seconds" in trial]
-        slow = f"{statistics.quantiles(seconds, n=20)[-1]:.1f}" if len(seconds) > 1 else ""
+        slow = f"{statistics.quantiles(seconds, n=20, method='inclusive')[-1]:.1f}" if len(seconds) > 1 else ""
         good = sum(trial["ok"] for trial in trials)
         rows.append((f"`{name}`", f"{good:,} of {len(trials):,}", slow, f"{scenario['seconds'] / 60:.1f}"))
     minutes = sum(scenario["seconds"] for scenario in result["scenarios"].values()) / 60
