@@ -10,7 +10,6 @@ import itertools
 import json
 import random
 import shutil
-import statistics
 import tempfile
 import time
 from functools import partial
@@ -20,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fleetx.bench.results import save_result
+from fleetx.report.tables import chaos_outcome
 from tests.chaos import scenarios
 from tests.jobs.starting import ROOT
 
@@ -91,15 +91,12 @@ def _short(trial):
 
 def show(saved):
     """The table: how many of how many, against the bar."""
-    table = Table("scenario", "as it should be", "bar", "95th percentile", "took", title="chaos", title_justify="left")
+    heads = ("scenario", "as it should be", "bar", "95th percentile, s", "took, min")
+    table = Table(*heads, title="chaos", title_justify="left")
     for name, (_, wanted, most) in BARS.items():
-        entry = saved.get(name, {"trials": [], "seconds": 0.0})
-        trials = [trial for trial in entry["trials"] if "skipped" not in trial]
-        good = sum(trial["ok"] for trial in trials)
-        seconds = [trial["seconds"] for trial in trials if "seconds" in trial]
-        slowest = f"{statistics.quantiles(seconds, n=20, method='inclusive')[-1]:.1f} s" if len(seconds) > 1 else ""
+        good, slowest, minutes = chaos_outcome(saved.get(name, {"trials": [], "seconds": 0.0}))
         bar = f"{wanted} of {wanted}" + (f", {most:g} s" if most else "")
-        table.add_row(name, f"{good} of {len(trials)}", bar, slowest, f"{entry['seconds'] / 60:.1f} min")
+        table.add_row(name, good, bar, slowest, minutes)
     Console().print(table)
 
 

@@ -1,7 +1,7 @@
 """Host memory for offloaded tensors: pinned once, used again in every step, never more than the largest step needed.
 
-torch's own pinned allocator rounds sizes up to powers of two, and pinning takes more than half a second per GiB. So
-slabs are made to measure, registered once, and handed out in blocks.
+torch's own pinned allocator rounds sizes up to powers of two, and pinning takes its time. So slabs are made to measure,
+registered once, and handed out in blocks.
 """
 
 import contextlib

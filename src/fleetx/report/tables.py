@@ -114,15 +114,18 @@ def digits_table(result: Result) -> str:
     return _table(("run", "test accuracy", "seconds"), cells) + _origin({"what": what, **result})
 
 
+def chaos_outcome(scenario: Result) -> tuple[str, str, str]:
+    """Of one scenario: how many trials of how many came out well, the 95th percentile in seconds, the minutes."""
+    trials = [trial for trial in scenario["trials"] if "skipped" not in trial]
+    seconds = [trial["seconds"] for trial in trials if "seconds" in trial]
+    slow = f"{statistics.quantiles(seconds, n=20, method='inclusive')[-1]:.1f}" if len(seconds) > 1 else ""
+    good = sum(trial["ok"] for trial in trials)
+    return f"{good:,} of {len(trials):,}", slow, f"{scenario['seconds'] / 60:.1f}"
+
+
 def chaos_table(result: Result) -> str:
     """What came out of disturbed jobs, and how long the whole suite takes."""
-    rows = []
-    for name, scenario in result["scenarios"].items():
-        trials = [trial for trial in scenario["trials"] if "skipped" not in trial]
-        seconds = [trial["seconds"] for trial in trials if "seconds" in trial]
-        slow = f"{statistics.quantiles(seconds, n=20, method='inclusive')[-1]:.1f}" if len(seconds) > 1 else ""
-        good = sum(trial["ok"] for trial in trials)
-        rows.append((f"`{name}`", f"{good:,} of {len(trials):,}", slow, f"{scenario['seconds'] / 60:.1f}"))
+    rows = [(f"`{name}`", *chaos_outcome(scenario)) for name, scenario in result["scenarios"].items()]
     minutes = sum(scenario["seconds"] for scenario in result["scenarios"].values()) / 60
     rows.append(("all", "", "", f"{minutes:.1f}"))
     heads = ("scenario", "came out as it should", "95th percentile, s", "took, min")
