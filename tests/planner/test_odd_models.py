@@ -74,10 +74,10 @@ def test_any_model_is_planned_and_a_real_step_confirms_it(make):
     settings = {"loss_fn": functional.mse_loss, "global_batch": 13, "bandwidth": 0.0}
     with pytest.raises(DoesNotFit) as caught:
         fleetx.plan(model, sample(1), memory=1, **settings)
-    for share in (1.0, 1.5):
+    for share in (1.02, 1.5):
         plan = fleetx.plan(model, sample(1), memory=int(caught.value.least_memory * share), verify=True, **settings)
         assert plan.verified
-        assert plan.measured.peak <= plan.memory * 1.03
+        assert plan.measured.peak <= plan.memory
         assert plan.is_exact
 
 

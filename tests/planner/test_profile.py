@@ -14,14 +14,18 @@ from fleetx.amp import apply_precision
 from fleetx.notices import _told
 from fleetx.planner import cache
 from fleetx.planner.blocks import find_blocks
-from fleetx.planner.chain import State
+from fleetx.planner.chain import State, evaluate
 from fleetx.planner.costs import Line
+from fleetx.planner.counting import Counting
 from fleetx.planner.feeding import Feeding, resized
 from fleetx.planner.meter import CountingMeter
 from fleetx.planner.plan import Plan
-from fleetx.planner.profile import _Measuring, measure
+from fleetx.planner.profile import measure
 from fleetx.planner.search import plan_for
 from fleetx.planner.solve import least_memory
+from fleetx.planner.timing import Timing
+from fleetx.planner.tracing import trace
+from fleetx.planner.trials import Trials
 from fleetx.planner.untouched import untouched
 from fleetx.planner.updating import cost_of_update
 from fleetx.planner.verify import until_verified, verify
@@ -291,22 +295,60 @@ def test_what_modules_note_down_is_put_back():
     assert all(now is then for now, then in zip((model.history, model.counts, model.recent), held, strict=True))
 
 
+def trials_on_a_device(model, sample, cuts, monkeypatch, room):
+    """Trials that believe in a GPU with so many bytes to spare; none of them may run."""
+    trials = Trials(Feeding(model), sample, cuts)
+    trials.on_gpu = True
+    monkeypatch.setattr(trials, "has_room", lambda size: size <= room)
+    return trials
+
+
 def test_where_room_is_scarce_nothing_is_tried_to_choose_a_size(monkeypatch):
     model, sample = gpt(2)
-    measuring = _Measuring(Feeding(model), sample, [], False, FEW_STATES)
-    monkeypatch.setattr(Feeding, "device", torch.device("cuda"))
-    monkeypatch.setattr(measuring, "_has_room", lambda size: False)
-    monkeypatch.setattr(measuring, "_forward_seconds", lambda size: pytest.fail("memory may run out here"))
-    assert measuring._sizes() == (2, 4)
+    trials = trials_on_a_device(model, sample, [], monkeypatch, room=0)
+    assert Counting(trials, 1000.0, sends=False).sizes() == (2, 4)
+    assert Counting(trials, 0.0, sends=False).sizes() == (16, 32)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.6, 0.1, 0.0])
+def test_only_as_many_segments_are_timed_at_once_as_there_is_room_for(monkeypatch, share):
+    model, sample = gpt()
+    feeding, profile = profiled(model, sample, states=FEW_STATES, bandwidth=0.0)
+    cuts = [segment.name for segment in profile.segments]
+    chain = profile.chain(64)
+    everything = evaluate(chain, [0] * len(cuts)).peak - chain.fixed_bytes
+    trials = trials_on_a_device(model, sample, cuts, monkeypatch, room=share * everything)
+    timing = Timing(trials, trace(feeding, sample), profile, FEW_STATES)
+    members = timing._members(State("everything"), 64)
+    if members is None:
+        assert share < 0.6
+    else:
+        assert 0 < len(members) < len(cuts)
+        assert {timing.kinds[number] for number in members} == set(timing.kinds)
+        assert timing._needed(timing._states(State("everything"), members), 64) <= share * everything
+
+
+def test_times_where_the_device_waited_are_not_extrapolated():
+    """Launches take ten milliseconds; the kernels one per sample."""
+
+    def seconds(size):
+        return max(0.01, 0.001 * size)
+
+    line = Line.of_time((2, 8, 16), [seconds(size) for size in (2, 8, 16)])
+    assert all(line.at(size) == pytest.approx(seconds(size)) for size in (1, 4, 16, 64, 1000))
+    busy = Line.of_time((2, 64, 128), [seconds(size) for size in (2, 64, 128)])
+    assert all(busy.at(size) == pytest.approx(seconds(size)) for size in (1, 4, 16, 64, 1000))
+    straight = Line.of_time((2, 64, 128), [0.1 + 0.01 * size for size in (2, 64, 128)])
+    assert straight.at(1000) == pytest.approx(10.1)
 
 
 def test_a_large_sample_is_measured_by_a_part_of_it(monkeypatch):
     seen = []
-    monkeypatch.setattr("fleetx.planner.profile.placed", lambda batch, device: seen.append(len(batch[0])) or batch)
+    monkeypatch.setattr("fleetx.planner.trials.placed", lambda batch, device: seen.append(len(batch[0])) or batch)
     model, sample = gpt(2)
     long = tuple(tensor.repeat(100, 1) for tensor in sample)
     profiled(model, long, states=FEW_STATES[1:])
-    assert max(seen) == 64
+    assert max(seen) == 128
 
 
 def test_a_corrupt_file_is_said_once_and_measured_anew(caplog):
@@ -451,6 +493,21 @@ def test_low_precision_takes_less_memory():
     model, sample = gpt()
     cuts = find_blocks(Feeding(model), sample)
     settings = {"cached": False, "states": (State("inputs"),)}
-    full = measure(Feeding(model), sample, cuts, **settings).chain(16)
-    low = measure(Feeding(model, precision=torch.bfloat16), sample, cuts, **settings).chain(16)
-    assert low.stages[2].options[0].backward_bytes < 0.9 * full.stages[2].options[0].backward_bytes
+    full, low = (
+        measure(Feeding(model, precision=precision), sample, cuts, **settings).segments[2].options[0].backward_bytes
+        for precision in (None, torch.bfloat16)
+    )
+    assert low.per_sample < 0.9 * full.per_sample
+
+
+def test_copies_of_weights_that_autocast_makes_do_not_hide_what_samples_take():
+    """They are there until the forward ends, and not in the backward: each layer takes as much as any other."""
+    model, sample = gpt()
+    feeding = Feeding(model, precision=torch.bfloat16)
+    profile = measure(feeding, sample, find_blocks(feeding, sample), cached=False, states=FEW_STATES, bandwidth=0.0)
+    again = [segment.options[1].backward_bytes.per_sample for segment in profile.segments[1:]]
+    assert max(again) < 1.1 * min(again)
+    plan = plan_for(profile, memory=2**40, global_batch=64, one_forward=True, curve=False)
+    frugal = replace(plan, states=(State("inputs"),) * len(plan.states))
+    taken = verify(frugal, feeding, sample).measured.peak
+    assert taken == pytest.approx(least_memory(profile.chain(64, merged=False)), rel=0.1)

@@ -81,7 +81,7 @@ def test_the_table_explains_its_words():
     rows = [" ".join(line.split()) for line in str(plan).splitlines()]
     assert any(re.match(r"encoder\.layer\.\d–\d \d segments \w", row) for row in rows)
     assert any(row.startswith("working ") and "what the segment that runs at the peak takes" in row for row in rows)
-    assert any(row.startswith("unexplained ") and "beyond the prediction" in row for row in rows)
+    assert any(row.startswith("unexplained ") and "differed from the prediction" in row for row in rows)
     assert "narrow matmul outputs" in in_words(State("dear", dear=("narrow_matmul",)))
 
 

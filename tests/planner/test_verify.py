@@ -19,7 +19,7 @@ FEEDING = Feeding(nn.Linear(2, 2))
 def plans(*seconds):
     """Plans that take so long, one after the other; after the last nothing fits any more."""
     base = plan_for(transformer(4), memory=16 * GIB, global_batch=8, curve=False)
-    left = [replace(base, seconds=float(one)) for one in seconds]
+    left = [replace(base, seconds=float(one), micro_batch=number + 1) for number, one in enumerate(seconds)]
 
     def make(_profile):
         if not left:

@@ -265,6 +265,7 @@ def resnet_rows(scale: float = 1.0) -> list[Row]:
     )
     return [
         Row("plain, compiled as a whole", size(1024)),
+        Row("torch checkpoint", size(1024), "torch checkpoint", again),
         Row("recompute", size(1024), "ours", again),
         Row("recompute", size(1800), "ours", again, cap=32.0),
         Row("recompute, offload", size(3000), "ours", away, cap=32.0),

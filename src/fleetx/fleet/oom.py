@@ -40,7 +40,7 @@ def explain(
     activations = sum(held)
     if device.type == "cuda":
         rest = max(torch.cuda.max_memory_allocated(device) - sum(resident.values()), 0)
-        resident["other activations, and what was there for a moment"] = rest
+        resident["activations kept otherwise, and what was there for a moment"] = rest
         activations += rest
     lines = [
         "FleetX: memory ran out" + (f" with a micro-batch of {samples} samples" if samples else "") + ".",

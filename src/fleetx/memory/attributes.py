@@ -117,6 +117,11 @@ class Attributes:
                 past.copy = None
 
     @property
+    def is_written(self) -> bool:
+        """Whether there is a tensor among them that a forward writes to."""
+        return any(past.copy is not None for past in self.pasts)
+
+    @property
     def is_complete(self) -> bool:
         """Whether there is a copy of everything that was written to."""
         return all(past.copy is not None or not past.was_written() for past in self.pasts)

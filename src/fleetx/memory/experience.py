@@ -42,6 +42,7 @@ class Experience:
     cuts: Cuts
     watch: Watch = field(default_factory=Watch)
     written: dict[int, set[int]] = field(default_factory=dict)  # by module: inputs that it writes to
+    harmless: set[int] = field(default_factory=set)  # modules that write to their own buffers at most
     segments: list[Learned] = field(default_factory=list)
     offloader: Offloader | None = None
     host_memory: int | None = None

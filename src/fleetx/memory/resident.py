@@ -14,7 +14,7 @@ class Resident(NamedTuple):
     """Bytes."""
 
     checkpoints: int  # what segments keep to be computed again
-    activations: int  # what autograd saved, and what was computed again
+    activations: int  # what autograd saved while we watched, and what was computed again
 
 
 def resident_on(device: torch.device) -> Resident:

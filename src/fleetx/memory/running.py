@@ -73,6 +73,7 @@ class Run:
         self.depth = 0  # within modules that run as a whole
         self._is_busy = False
         self._is_off = False  # whether the recorder is
+        self._is_free = False  # whether a module runs of which nothing need be known
         self._is_calling = False
         self.ordinal = -1
         self.is_first = not experience.segments
@@ -175,7 +176,8 @@ class Run:
         else:
             self._switch_on()
             self.recorder.__exit__(None, None, None)
-        self._hooks.__exit__(None, None, None)
+        if not self._is_free:
+            self._hooks.__exit__(None, None, None)
         if self.experience.compilations is not None:
             self.experience.compilations.uninstall(self.experience.cuts.leaves.values())
         self.frame.keep()
@@ -196,9 +198,12 @@ class Run:
         """
         if not self._is_told or _is_called(self.model):
             return False
+        return (self._is_free or self._is_on_top()) and (self._is_off or self._is_calling or self.recorder.is_innermost)
+
+    def _is_on_top(self) -> bool:
+        """Whether what autograd saves is handed to this forward first."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        on_top = top is not None and top[0] == self.pack
-        return on_top and (self._is_off or self._is_calling or self.recorder.is_innermost)
+        return top is not None and top[0] == self.pack
 
     def _wonders(self) -> bool:
         """So much has happened in this segment that the forward may long be over."""
@@ -250,7 +255,7 @@ class Run:
             yield
         finally:
             self._is_busy = False
-            if self._leaf is None:
+            if self._leaf is None and not self._is_free:
                 self._switch_on()
 
     def _switch_on(self) -> None:
@@ -353,6 +358,11 @@ class Run:
         self.depth += 1
         if self.depth > 1:
             return
+        if self._may_run_freely(module):
+            self._hooks.__exit__(None, None, None)
+            self._is_free = True
+            self.frame.lost = "it was expected to keep everything"  # should the forward go another way
+            return
         tensors = tensors_in((args, kwargs))
         is_known = id(module) in self.experience.written
         may_write = self.experience.written_by(module, tensors)
@@ -364,10 +374,26 @@ class Run:
         )
         self._leaf.enter(self.frame.state, self.experience.compilations)
 
+    def _may_run_freely(self, module: nn.Module) -> bool:
+        """Whether a module is in a segment that keeps everything, and changes nothing that others may need again.
+
+        Then it runs as in a model that is not cut: to be asked about each tensor that is saved would cost time.
+        """
+        state = self.frame.state
+        if state.save != "everything" or state.home != "device" or self.experience.compilations is not None:
+            return False
+        if self.is_first or id(module) not in self.experience.harmless or not self._is_on_top():
+            return False
+        return not any(self._readers.get(pointer_of(buffer) or 0) for buffer in module.buffers())
+
     def leave_leaf(self, output: Any) -> None:
         """It ends, be it by an error."""
         self.depth -= 1
         if self.depth > 0:
+            return
+        if self._is_free:
+            self._is_free = False
+            self._hooks.__enter__()
             return
         leaf = self._end_leaf()
         if leaf is None or (output is None and sys.exc_info()[0] is not None):
@@ -385,6 +411,8 @@ class Run:
         call.snapshot = self.experience.watch.after(leaf.snapshot)
         if call.snapshot is None:
             self.frame.lost = f"a {type(leaf.module).__name__} changed its parameters, or a buffer for the first time"
+        elif not leaf.written() and not call.snapshot.attributes.is_written:
+            self.experience.harmless.add(id(leaf.module))
         for slot, copy in [] if call.snapshot is None else call.snapshot.copies:
             if slot.tensor is not None:
                 self._give_copy(slot.tensor, copy)

@@ -10,12 +10,19 @@ from torch import nn
 
 from fleetx.memory.structures import tensors_in
 from fleetx.notices import tell_once
-from fleetx.planner.costs import EXACTLY, Reserve
+from fleetx.planner.costs import EXACTLY, NOTHING, Line, Reserve
 from fleetx.planner.updating import tensors_of
 from fleetx.slicing import Batch
 
-# Measured with segments that grow: blocks are taken in steps of 20 MiB, and little is lost between them.
-RESERVE = Reserve(1.02, 40 * 2**20)
+# Measured with segments that grow: blocks are taken in steps of 20 MiB, and little is lost between small ones. Of large
+# ones about half of the largest: where it was, something smaller lies when the next one comes.
+RESERVE = Reserve(1.01, 40 * 2**20)
+_LOST = 0.5
+
+
+def gaps_on(device: torch.device, largest: float) -> Line:
+    """What is lost between tensors, of which the largest takes so many bytes per sample."""
+    return Line(0.0, _LOST * largest) if device.type == "cuda" else NOTHING
 
 
 def reserve_on(device: torch.device) -> Reserve:

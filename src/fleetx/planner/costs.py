@@ -7,14 +7,17 @@ from typing import Any, NamedTuple
 
 from fleetx.planner.chain import Chain, Option, Stage, State
 
+_BUSY = 1.04  # by so many times, at most, a sample takes longer in half the micro-batch if the device is busy
+_WAITING = 1.1  # times the expected seconds: there it waited
 _LITTLE = 1e-3  # part of a backward that recompute and copies take at least: of equally fast plans, the simplest
 
 
 class Line(NamedTuple):
-    """An amount that grows with the micro-batch: so much at all events, and so much per sample. Never negative."""
+    """An amount that grows with the micro-batch: so much at all events and so much per sample, or `least` if more."""
 
     fixed: float = 0.0
     per_sample: float = 0.0
+    least: float = 0.0
 
     @classmethod
     def through(cls, sizes: Sequence[int], values: Sequence[float]) -> "Line":
@@ -27,9 +30,25 @@ class Line(NamedTuple):
         # Below zero only by noise: then through the larger size, where noise matters less.
         return cls(fixed, slope) if fixed >= 0 else cls(0.0, max(0.0, second) / large)
 
+    @classmethod
+    def of_time(cls, sizes: Sequence[int], values: Sequence[float]) -> "Line":
+        """The seconds of something, from those at two sizes and maybe a far smaller one before them.
+
+        Where a sample takes longer in half the micro-batch, the device waited for its next kernel, unless all three
+        lie on a line: then it takes so long at all events, and beyond that what the larger size takes per sample.
+        """
+        (small, large), (first, second) = sizes[-2:], values[-2:]
+        line = cls.through(sizes[-2:], values[-2:])
+        waits_when_small = values[0] > line.at(sizes[0]) * _WAITING
+        if len(sizes) > 2 and not waits_when_small:
+            return line
+        if first / small > second / large * _BUSY:
+            return cls(0.0, second / large, least=min(values))
+        return line._replace(least=values[0]) if waits_when_small else line
+
     def at(self, micro_batch: int) -> float:
         """The amount at a micro-batch size."""
-        return self.fixed + self.per_sample * micro_batch
+        return max(self.least, self.fixed + self.per_sample * micro_batch)
 
     def bytes_at(self, micro_batch: int) -> int:
         """The same, in whole bytes and never too few."""
@@ -112,7 +131,8 @@ class Profile:
     compiled: bool = False
     couples_samples: bool = False  # batch norms, which see a micro-batch at a time
     notes: tuple[str, ...] = ()
-    unexplained: Line = NOTHING  # bytes that a real step took beyond the prediction
+    unexplained: Line = NOTHING  # bytes that a real step took beyond the prediction, or fewer
+    gaps: Line = NOTHING  # bytes that the allocator does not find a use for, because they lie apart
     gradient_parts: tuple[int, ...] = ()  # bytes of each segment's gradients and of the tail's, if they may come late
     smallest: int = 1  # micro-batch that the model takes: some batch norms refuse a single sample
 
@@ -134,6 +154,7 @@ class Profile:
             fixed={
                 **fixed,
                 "batch": self.batch_bytes.bytes_at(micro_batch),
+                "gaps": self.gaps.bytes_at(micro_batch),
                 "unexplained": self.unexplained.bytes_at(micro_batch),
             },
             tail_bytes=self.tail_bytes.bytes_at(micro_batch),
@@ -161,7 +182,14 @@ class Profile:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Profile":
         """From what JSON gave; anything missing or unknown raises."""
-        line_names = ("tail_bytes", "tail_forward_seconds", "tail_backward_seconds", "batch_bytes", "unexplained")
+        line_names = (
+            "tail_bytes",
+            "tail_forward_seconds",
+            "tail_backward_seconds",
+            "batch_bytes",
+            "unexplained",
+            "gaps",
+        )
         made: dict[str, Any] = dict(values) | {name: Line(*values[name]) for name in line_names}
         made["reserve"] = Reserve(*values["reserve"])
         made["segments"] = tuple(_segment(one) for one in values["segments"])

@@ -189,6 +189,12 @@ def bytes_of(step: Step, count: int, save: Save = "everything", here: Bytes | No
         min(end.passing, max(0, mark.bytes - mark.passing - end.bytes + end.passing))
         for end, mark in zip(after, before, strict=True)
     ]
+    # When the backward comes to segment i, less may be there than its forward met: autocast keeps its copies of weights
+    # until the forward ends. Then there is what earlier segments keep, and of the last of them the gradient of its
+    # output, the output if it holds that, and what was fetched for it.
+    others = [mark.bytes - base - mark.passing - held for mark, held in zip(before[:-1], holds, strict=False)]
+    met = [0, *(max(0, other - away) for other, away in zip(others, sent, strict=False))] if count else []
+    met = [min(a, b) for a, b in zip(met, below, strict=False)]
     peaks = [step.backward[i - 1].peak if i - 1 in step.backward else step.end.peak for i in range(count)]
     last = before[-1].peak if count and (count - 1) in step.backward else step.end.peak
     return Bytes(
@@ -199,7 +205,7 @@ def bytes_of(step: Step, count: int, save: Save = "everything", here: Bytes | No
         entering=entering,
         forward_bytes=[max(0, after[i].peak - base - below[i] - (leaving[i - 1] if i else 0)) for i in range(count)],
         # While one is repeated, the one before is being fetched.
-        backward_bytes=[max(0, peaks[i] - base - below[i] - (sent[i - 1] if i else 0)) for i in range(count)],
+        backward_bytes=[max(0, peaks[i] - base - met[i] - (sent[i - 1] if i else 0)) for i in range(count)],
         tail_bytes=max(0, max(step.turn.peak, last) - base - below[-1]),
     )
 

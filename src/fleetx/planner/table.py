@@ -18,8 +18,9 @@ _WORDS = {
 _MEANINGS = {
     "working": "what the segment that runs at the peak takes for itself",
     "in flight": "on the way to the host or back",
-    "unexplained": "what a real step took beyond the prediction",
-    "allocator": "gaps between tensors, and what the device takes for itself",
+    "unexplained": "by how much a real step differed from the prediction",
+    "gaps": "between tensors, too small for the next one",
+    "allocator": "what it takes in whole steps",
     "others": "what else this process has on the device",
 }
 

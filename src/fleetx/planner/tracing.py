@@ -36,6 +36,7 @@ class Trace:
     calls: list[Call] = field(default_factory=list)
     saved: int = 0  # bytes, for `samples` samples
     samples: int = 0
+    blocks: list[int] = field(default_factory=list)  # bytes of each tensor that was saved, in this order
     loss: Tensor | None = None  # holds the graph, which is looked at later
 
     @property
@@ -128,7 +129,7 @@ def trace(feeding: Feeding, sample: Batch, samples: int = 2) -> Trace:
             for handle in handles:
                 handle.remove()
     seen.calls = [call for call in seen.calls if call.ends >= 0]
-    seen.saved = saved.total
+    seen.saved, seen.blocks = saved.total, saved.blocks
     return seen
 
 
@@ -140,6 +141,7 @@ class _SavedBytes:
 
     def __init__(self, known: list[Tensor]) -> None:
         self.total = 0
+        self.blocks: list[int] = []
         self._known = {tensor.untyped_storage().data_ptr() for tensor in known if _has_memory(tensor)}
         self._counted: dict[int, Any] = {}
 
@@ -153,6 +155,7 @@ class _SavedBytes:
                 counted = self._counted
                 counted[place] = weakref.ref(storage, lambda _: counted.pop(place, None))
                 self.total += storage.nbytes()
+                self.blocks.append(storage.nbytes())
 
 
 def _never(_: Any) -> Tensor:

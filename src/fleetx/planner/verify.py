@@ -1,4 +1,4 @@
-"""One real step with a plan: what it takes, beside what was predicted; and a new plan, if that was too little."""
+"""One real step with a plan: what it takes, beside what was predicted; and a new plan, if that was something else."""
 
 import math
 import time
@@ -10,8 +10,8 @@ import torch
 
 from fleetx.planner.costs import Profile
 from fleetx.planner.feeding import Feeding, placed, resized
-from fleetx.planner.meter import meter_for
-from fleetx.planner.observing import Watch
+from fleetx.planner.meter import Meter, meter_for
+from fleetx.planner.observing import Step, Watch
 from fleetx.planner.plan import Moment, Plan
 from fleetx.planner.search import DoesNotFit
 from fleetx.planner.untouched import untouched
@@ -37,23 +37,25 @@ def verify(plan: Plan, feeding: Feeding, sample: Batch) -> Plan:
         with untouched(feeding.model, gradients=not plan.gradients_come_late):
             watch = Watch(feeding, plan.names)
             try:
-                for _ in range(2):
+                for _ in range(2 if plan.host_bytes else 1):  # of those that send, the first is not yet as all others
                     _forget_late_gradients(plan, feeding)
                     watch.step(batch)
                 _forget_late_gradients(plan, feeding)
-                began = time.perf_counter()
-                watch.step(batch)
-                took = time.perf_counter() - began
-                _forget_late_gradients(plan, feeding)
-                step = watch.step(batch, meter_for(feeding.device))
+                took = 0.0
+                if not on_gpu:  # where bytes are counted one by one, that takes time
+                    took, _ = _timed(watch, batch)
+                    _forget_late_gradients(plan, feeding)
+                counted, step = _timed(watch, batch, meter_for(feeding.device))
+                took = took or counted
             finally:
                 watch.remove()
     finally:
         applied.remove()
     assert step.turn is not None
     assert step.end is not None
-    # What an earlier plan took beyond its prediction is a guess, which is not there.
-    base = plan.fixed_bytes - plan.peak_by_kind.get("unexplained", 0) - step.start.bytes
+    # What is allowed for is not there: it shows in what the allocator reserves.
+    allowances = sum(plan.peak_by_kind.get(kind, 0) for kind in ("unexplained", "gaps"))
+    base = plan.fixed_bytes - allowances - step.start.bytes
     names = plan.names[: len(step.forward)]
     marks = [(name, "forward", mark) for name, mark in zip(names, step.forward, strict=True)]
     marks.append(("tail", "forward", step.turn))
@@ -66,6 +68,12 @@ def verify(plan: Plan, feeding: Feeding, sample: Batch) -> Plan:
         peak = max(peak, base + torch.cuda.max_memory_reserved(feeding.device))
     rest = plan.seconds - plan.k_steps * sum(point.seconds for point in plan.timeline)
     return plan.with_measurement(peak, took * plan.k_steps + max(0.0, rest), moments)
+
+
+def _timed(watch: Watch, batch: Batch, meter: Meter | None = None) -> tuple[float, Step]:
+    began = time.perf_counter()
+    step = watch.step(batch, meter)
+    return time.perf_counter() - began, step
 
 
 def _forget_late_gradients(plan: Plan, feeding: Feeding) -> None:
@@ -89,31 +97,44 @@ def until_verified(
     make: Callable[[Profile], Plan],
     largest: Callable[[int], int] = int,
 ) -> Verified:
-    """Make a plan and run it; if it took more memory than predicted, or ran out of it, allow for that and plan again.
+    """Make a plan and run it; if its memory was not as predicted, allow for that and plan again.
 
-    At most three times anew. If none was as predicted, or no further one is possible, the fastest of those that were
-    within the budget is returned, or else the most frugal one; it says what it took. One that ran out of memory is
-    returned unverified. `largest` makes of this worker's number the largest of all workers', so that all of them
-    choose the same plan.
+    At most three times anew, and not if the same plan came out again. The fastest of those that were within the budget
+    is returned, or else the most frugal one; it says what it took. One that ran out of memory is returned unverified.
+    `largest` makes of this worker's number the largest of all workers', so that all of them choose the same plan.
     """
-    tried: list[tuple[float, float, Verified]] = []
+    tried: list[_Tried] = []
     for attempt in range(1 + MOST_PLANS):
         try:
             plan = make(profile)
         except DoesNotFit:
-            if not any(beyond == 0 for beyond, _, _ in tried):
+            if not any(one.beyond == 0 for one in tried):
                 raise
             break  # what this one would have allowed for had room all the same
+        if any(_is_same(plan, one.verified.plan) for one in tried):
+            break
         ran, peak = _ran(plan, feeding, sample)
         peak = largest(peak)
-        if peak <= allowed(plan):
-            return Verified(ran, profile)
-        # More each time: another plan is wrong by another amount.
-        profile = profile.corrected(plan.micro_batch, (peak - plan.peak) * (1 + attempt))
         beyond = math.inf if largest(int(not ran.verified)) else max(0.0, peak / plan.memory - 1)
         # Predicted seconds: those that were measured differ from worker to worker.
-        tried.append((beyond, plan.seconds, Verified(ran, profile)))
-    return min(tried, key=lambda one: one[:2])[2]
+        tried.append(_Tried(beyond, plan.seconds, Verified(ran, profile)))
+        if is_as_predicted(plan, peak):
+            break
+        missing = peak - plan.peak
+        # More each time: another plan is wrong by another amount.
+        profile = profile.corrected(plan.micro_batch, missing * (1 + attempt) if missing > 0 else missing)
+        tried[-1] = tried[-1]._replace(verified=Verified(ran, profile))
+    return min(tried, key=lambda one: one[:2]).verified
+
+
+class _Tried(NamedTuple):
+    beyond: float  # of the budget, as a part of it
+    seconds: float
+    verified: Verified
+
+
+def _is_same(plan: Plan, other: Plan) -> bool:
+    return (plan.micro_batch, plan.k_steps, plan.states) == (other.micro_batch, other.k_steps, other.states)
 
 
 def time_is_right(plan: Plan) -> bool:
@@ -135,7 +156,12 @@ def with_doubtful_time(plan: Plan) -> Plan:
 
 def allowed(plan: Plan) -> float:
     """The bytes that a real step may take before the plan is made anew."""
-    return min(plan.peak, plan.memory) * (1 + TOLERANCE)
+    return min(plan.peak * (1 + TOLERANCE), plan.memory)
+
+
+def is_as_predicted(plan: Plan, peak: int) -> bool:
+    """Whether a real step that took so much neither took more than it may, nor left room for a faster plan."""
+    return plan.peak * (1 - TOLERANCE) <= peak <= allowed(plan)
 
 
 def _ran(plan: Plan, feeding: Feeding, sample: Batch) -> tuple[Plan, int]:

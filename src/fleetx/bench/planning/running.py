@@ -24,13 +24,15 @@ class Ran(NamedTuple):
 
     peak: int = 0
     samples_per_s: float = 0.0
+    allocated: int = 0  # bytes of tensors at most; the allocator has more
+    allocator_retries: int = 0  # in each of which it waits for the device and gives memory back
     failed: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         if self.failed is not None:
             return {"failed": self.failed}
-        return {"peak": self.peak, "samples_per_s": self.samples_per_s}
+        return {name: value for name, value in self._asdict().items() if name != "failed"}
 
 
 class Runner:
@@ -65,11 +67,16 @@ class Runner:
         self._update(batch, min(count, 2))
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
+        retried = self._retries()
         micro, update = self._update(batch, count)
         whole = plan.k_steps * statistics.median(micro) + update
         # The last slices may be shorter: what counts is samples, not slices.
         speed = plan.global_batch / whole * (plan.k_steps * plan.micro_batch / plan.global_batch)
-        return Ran(self._peak(batch, min(count, 2), memory), speed)
+        if self.on_gpu:
+            allocated, peak = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        else:
+            allocated = peak = self._counted(batch, min(count, 2), memory)
+        return Ran(peak, speed, allocated, self._retries() - retried)
 
     def _update(self, batch: Batch, count: int) -> tuple[list[float], float]:
         """Merge some micro-batches and update; the seconds of each micro-batch, and those of the update."""
@@ -83,10 +90,11 @@ class Runner:
         self.optimizer.step()
         return micro, self._now() - began
 
-    def _peak(self, batch: Batch, count: int, memory: int | None) -> int:
-        """What the allocator reserved; on a simulated device what was counted in one more update."""
-        if self.on_gpu:
-            return torch.cuda.max_memory_reserved()
+    def _retries(self) -> int:
+        return torch.cuda.memory_stats()["num_alloc_retries"] if self.on_gpu else 0
+
+    def _counted(self, batch: Batch, count: int, memory: int | None) -> int:
+        """What one more update takes on a simulated device."""
         self.optimizer.zero_grad()
         device = SimulatedDevice(memory or 2**60, self._resident(batch))
         with device:

@@ -1,0 +1,124 @@
+"""What each segment takes in each state: bytes on the device and to the host, counted at two micro-batches."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from fleetx.planner.chain import State
+from fleetx.planner.costs import NOTHING, Line, OptionCost, SegmentCost
+from fleetx.planner.observing import Bytes, bytes_of
+from fleetx.planner.trials import Trials, all_worth_moving
+
+EVERYTHING = State("everything")
+_MOST = 16  # samples in the smaller trial: bytes grow in straight lines
+_WORKING = 1.5  # times what is saved: a guess of what a step takes that keeps everything
+
+
+class Counted(NamedTuple):
+    """A state at one size."""
+
+    here: Bytes
+    away: Bytes | None  # with all of it on the host
+
+
+class Counting:
+    """The trials in which bytes are counted; `saved` are those that one sample saves for the backward."""
+
+    def __init__(self, trials: Trials, saved: float, sends: bool) -> None:
+        self.trials = trials
+        self.saved = saved
+        self.sends = sends and len(trials.cuts) > 1
+        self.states: list[State] = []  # that could be counted
+        self.notes: list[str] = []
+
+    def sizes(self) -> tuple[int, int]:
+        """Two samples and four; on a device with plenty of room more, where what is constant stands out less."""
+        size = 2
+        while self.trials.on_gpu and size < _MOST and self.trials.everywhere(self._keeps_all(4 * size)):
+            size *= 2
+        return size, 2 * size
+
+    def segments(
+        self, states: Sequence[State], sizes: tuple[int, int], say: Callable[[str], None]
+    ) -> tuple[tuple[SegmentCost, ...], Line]:
+        """All segments with the states that could be counted, as yet without times; and the bytes of the tail."""
+        found: dict[State, list[Counted]] = {}
+        for state in states:
+            say(f"counting bytes: {state}")
+            both = self._at_both(state, sizes)
+            if both is not None:
+                found[state] = both
+        if not found:
+            raise torch.OutOfMemoryError(
+                f"measuring needs memory for {sizes[0]} samples with recompute, and the device has too little free. "
+                "Free some, or take shorter inputs."
+            )
+        self.states = list(found)
+        tails = [max(both[number].here.tail_bytes for both in found.values()) for number in range(2)]
+        costs = [
+            SegmentCost(
+                name, NOTHING, tuple(o for state, both in found.items() for o in _options(state, both, sizes, i))
+            )
+            for i, name in enumerate(self.trials.cuts)
+        ]
+        return tuple(costs), Line.through(sizes, tails)
+
+    def _at_both(self, state: State, sizes: tuple[int, int]) -> list[Counted] | None:
+        both = []
+        for size in sizes:
+            possible = state != EVERYTHING or self.trials.everywhere(self._keeps_all(size))
+            counted = self._counted(state, size) if possible else None
+            if not self.trials.everywhere(counted is not None) or counted is None:
+                self.notes.append(f"{state} could not be measured: {size} samples do not fit.")
+                return None
+            both.append(counted)
+        return both
+
+    def _keeps_all(self, size: int) -> bool:
+        return self.trials.has_room(_WORKING * self.saved * size)
+
+    def _counted(self, state: State, size: int) -> Counted | None:
+        """All segments in one state; None if that does not fit."""
+        here = self._bytes(state, size)
+        if here is None or not self.sends:
+            return None if here is None else Counted(here, None)
+        with all_worth_moving():
+            return Counted(here, self._bytes(state._replace(home="host"), size, here))
+
+    def _bytes(self, state: State, size: int, here: Bytes | None = None) -> Bytes | None:
+        trials, batch = self.trials, self.trials.batch(size)
+        with trials.watched([state] * len(trials.cuts)) as (watch, applied):
+            try:
+                for _ in range(1 if here is None else 2):  # of those that send, the first is not yet as all others
+                    watch.step(batch)
+                if here is not None and applied is not None:
+                    watch.sent = lambda: applied.statistics()["bytes_to_host"]
+                return bytes_of(trials.metered(watch, batch), len(trials.cuts), state.save, here)
+            except torch.OutOfMemoryError:
+                return None
+
+
+def _options(state: State, both: list[Counted], sizes: tuple[int, int], i: int) -> list[OptionCost]:
+    """A state of segment i on the device, and on the host."""
+    made = [_cost(state, sizes, [one.here for one in both], i)]
+    away = [one.away for one in both if one.away is not None]
+    if len(away) == len(both) and away[-1].sent[i] > 0:
+        made.append(_cost(state._replace(home="host"), sizes, away, i))
+    return made
+
+
+def _cost(state: State, sizes: tuple[int, int], both: list[Bytes], i: int) -> OptionCost:
+    def line(values: list[int]) -> Line:
+        return Line.through(sizes, values)
+
+    return OptionCost(
+        state,
+        NOTHING,
+        kept=line([one.kept[i] for one in both]),
+        forward_bytes=line([one.forward_bytes[i] for one in both]),
+        backward_bytes=line([one.backward_bytes[i] for one in both]),
+        sent=line([one.sent[i] for one in both]),
+        holds=line([one.holds[i] for one in both]),
+        released=line([min(one.sent[i], one.entering[i]) for one in both]),
+    )

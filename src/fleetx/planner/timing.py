@@ -1,0 +1,175 @@
+"""How long each segment takes in each state, timed in trials at micro-batches that keep the device busy.
+
+With few samples a GPU waits for its next kernel most of the time, which says nothing about many: the micro-batch is
+doubled until twice the samples take almost twice as long. By then a model all of whose segments keep everything may
+take more memory than trials should: so only some segments of each kind are in the state that is timed, and all others
+save their inputs. Segments that are alike share their median times.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from fleetx.planner.chain import State, evaluate
+from fleetx.planner.costs import Line, OptionCost, Profile, SegmentCost
+from fleetx.planner.observing import seconds_of
+from fleetx.planner.tracing import Trace
+from fleetx.planner.trials import MOST_SAMPLES, Trials
+
+_WARM_UP, _ROUNDS = 1, 2
+_BUSY = 1.93  # twice the samples take so many times as long
+
+
+class Seconds(NamedTuple):
+    """Of a state at one size, for each kind of segment; and of the tail."""
+
+    forward: dict[int, float]
+    backward: dict[int, float]
+    tail: tuple[float, float]
+
+
+class Timing:
+    """The trials in which times are taken; `counted` says what they will need, and has all but times."""
+
+    def __init__(self, trials: Trials, seen: Trace, counted: Profile, states: Sequence[State]) -> None:
+        self.trials = trials
+        self.counted = counted
+        self.states = list(states)
+        self.kinds = kinds_of(seen, trials.cuts)
+        self.frugal = State("inputs") if State("inputs") in states else states[-1]  # what the others do
+
+    def profile(self, sizes: tuple[int, ...], say: Callable[[str], None]) -> Profile:
+        """What was counted, with times from these sizes: two, and maybe a far smaller one before them."""
+        taken: dict[State, list[Seconds]] = {}
+        for state in self.states:
+            say(f"timing: {state}")
+            all_sizes = self._at_all(state, sizes)
+            if all_sizes is not None:
+                taken[state] = all_sizes
+        if not taken and sizes != self.counted.sizes:
+            return self.profile(self.counted.sizes, say)
+        plain = next(iter(taken.values()))
+        segments = [
+            _timed(segment, kind, sizes, taken) for segment, kind in zip(self.counted.segments, self.kinds, strict=True)
+        ]
+        return replace(
+            self.counted,
+            segments=tuple(segments),
+            tail_forward_seconds=Line.of_time(sizes, [one.tail[0] for one in plain]),
+            tail_backward_seconds=Line.of_time(sizes, [one.tail[1] for one in plain]),
+            sizes=(sizes[-2], sizes[-1]),
+        )
+
+    def sizes(self) -> tuple[int, ...]:
+        """Those at which bytes were counted; larger ones too, if the device is not yet busy with these and has room."""
+        size = smallest = self.counted.sizes[0]
+        before = 0.0  # not yet known
+        while 4 * size <= MOST_SAMPLES and all(self._members(state, 4 * size) is not None for state in self.states):
+            before = before or self._step_seconds(size)
+            now = self._step_seconds(2 * size)
+            if self.trials.everywhere(now >= _BUSY * before):
+                break
+            size, before = 2 * size, now
+        return (size, 2 * size) if size == smallest else (smallest, size, 2 * size)
+
+    def _step_seconds(self, size: int) -> float:
+        batch, count = self.trials.batch(size), len(self.trials.cuts)
+        with self.trials.watched([self.frugal] * count) as (watch, _):
+            watch.step(batch)
+            rounds = [seconds_of(watch.step(batch), count) for _ in range(2)]
+        return min(sum(one.forward_seconds) + sum(one.backward_seconds) + sum(one.tail_seconds) for one in rounds)
+
+    def _at_all(self, state: State, sizes: tuple[int, ...]) -> list[Seconds] | None:
+        seconds = [self._seconds(state, size) for size in sizes]
+        found = [one for one in seconds if one is not None]
+        return found if self.trials.everywhere(len(found) == len(sizes)) else None
+
+    def _seconds(self, state: State, size: int) -> Seconds | None:
+        """Of the segments that have the state; None if there is no room."""
+        members = self._members(state, size)
+        if members is None:
+            return None
+        batch, count = self.trials.batch(size), len(self.trials.cuts)
+        try:
+            with self.trials.watched(self._states(state, members)) as (watch, _):
+                for _ in range(_WARM_UP):
+                    watch.step(batch)
+                rounds = [seconds_of(watch.step(batch), count) for _ in range(_ROUNDS)]
+        except torch.OutOfMemoryError:
+            return None
+        halves = [statistics.median(one.tail_seconds[half] for one in rounds) for half in (0, 1)]
+        return Seconds(
+            self._medians(members, [one.forward_seconds for one in rounds]),
+            self._medians(members, [one.backward_seconds for one in rounds]),
+            (halves[0], halves[1]),
+        )
+
+    def _members(self, state: State, size: int) -> list[int] | None:
+        """Numbers of the segments that get the state, of each kind as many as there is room for; None if for none."""
+        every, least = 1, len(set(self.kinds))
+        while True:
+            members = [number for number, place in enumerate(self._places()) if place % every == 0]
+            if self.trials.everywhere(self.trials.has_room(self._needed(self._states(state, members), size))):
+                return members
+            if len(members) == least:
+                return None
+            every *= 2
+
+    def _places(self) -> list[int]:
+        """For each segment how many of its kind come before it."""
+        return [self.kinds[:number].count(kind) for number, kind in enumerate(self.kinds)]
+
+    def _states(self, state: State, members: Sequence[int]) -> list[State]:
+        return [state if number in members else self.frugal for number in range(len(self.kinds))]
+
+    def _needed(self, states: Sequence[State], size: int) -> int:
+        """Bytes beside those that are there already."""
+        chain = self.counted.chain(size)
+        options = [[option.state for option in stage.options] for stage in chain.stages]
+        choice = [there.index(state) for there, state in zip(options, states, strict=True)]
+        return evaluate(chain, choice).peak - chain.fixed_bytes
+
+    def _medians(self, members: Sequence[int], rounds: Sequence[Sequence[float]]) -> dict[int, float]:
+        values: dict[int, list[float]] = {}
+        for figures in rounds:
+            for number in members:
+                values.setdefault(self.kinds[number], []).append(figures[number])
+        return {kind: statistics.median(one) for kind, one in values.items()}
+
+
+def _timed(segment: SegmentCost, kind: int, sizes: tuple[int, ...], taken: dict[State, list[Seconds]]) -> SegmentCost:
+    """A segment with times; states that were not timed are left out."""
+    forward = [one.forward[kind] for one in next(iter(taken.values()))]
+
+    def line(option: OptionCost) -> Line:
+        at_all = taken[option.state._replace(home="device")]
+        # What the state costs in the forward already is counted with its backward.
+        seconds = [
+            one.backward[kind] + max(0.0, one.forward[kind] - plain) for one, plain in zip(at_all, forward, strict=True)
+        ]
+        return Line.of_time(sizes, seconds)
+
+    known = [option for option in segment.options if option.state._replace(home="device") in taken]
+    options = tuple(replace(option, seconds=line(option)) for option in known)
+    return SegmentCost(segment.name, Line.of_time(sizes, forward), options)
+
+
+def kinds_of(seen: Trace, cuts: Sequence[str]) -> list[int]:
+    """For each segment the number of its kind: the same modules with the same shapes."""
+    kinds: dict[Any, int] = {}
+    return [kinds.setdefault(_signature(seen, cuts, i), len(kinds)) for i in range(len(cuts))]
+
+
+def _signature(seen: Trace, cuts: Sequence[str], number: int) -> Any:
+    """What ran in a segment."""
+    ends = {call.name: call.ends for call in seen.calls}
+    start = ends[cuts[number - 1]] if number else -1
+    inside = [call for call in seen.calls if start < call.ends <= ends[cuts[number]]]
+    parts = []
+    for call in inside:
+        sizes = tuple(tuple(parameter.shape) for parameter in call.module.parameters())
+        parts.append((type(call.module), call.module.extra_repr(), call.shapes, sizes))
+    return tuple(parts)

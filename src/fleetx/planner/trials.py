@@ -1,0 +1,98 @@
+"""A model in trial steps: one choice of states after another, watched at every cut; nothing is left on it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from fleetx import memory
+from fleetx.memory import Applied, Segment, offload
+from fleetx.planner.chain import State
+from fleetx.planner.feeding import Feeding, placed, resized
+from fleetx.planner.meter import meter_for
+from fleetx.planner.observing import Step, Watch
+from fleetx.slicing import Batch, batch_size
+
+MOST_SAMPLES = 128
+_SHARE = 0.25  # of the free memory that trials may take
+
+
+class Trials:
+    """Runs a model that is cut at these modules.
+
+    `everywhere` makes of what is so on this worker whether it is so on all of them: all must run the same trials.
+    """
+
+    def __init__(
+        self,
+        feeding: Feeding,
+        sample: Batch,
+        cuts: Sequence[str],
+        compile: bool = False,
+        everywhere: Callable[[bool], bool] = bool,
+    ) -> None:
+        self.feeding = feeding
+        # No more than will be tried: the sample may be a whole global batch.
+        self.sample = placed(resized(sample, min(batch_size(sample), MOST_SAMPLES)), feeding.device)
+        self.cuts = list(cuts)
+        self.compile = compile
+        self.everywhere = everywhere
+        self.on_gpu = feeding.device.type == "cuda"
+        self._compilations: Any = None
+
+    def batch(self, size: int) -> Batch:
+        """So many samples."""
+        return resized(self.sample, size)
+
+    @contextmanager
+    def watched(self, states: Sequence[State]) -> Iterator[tuple[Watch, Applied | None]]:
+        """Inside, the segments have these states."""
+        segments = [Segment(name, *state) for name, state in zip(self.cuts, states, strict=True)]
+        applied = self._applied(segments) if segments else None
+        watch = Watch(self.feeding, self.cuts)
+        try:
+            yield watch, applied
+        finally:
+            watch.remove()
+            if applied is not None:
+                applied.remove()
+            self.free()
+
+    def metered(self, watch: Watch, batch: Batch) -> Step:
+        """A step whose bytes are counted."""
+        return watch.step(batch, meter_for(self.feeding.device))
+
+    def has_room(self, size: float) -> bool:
+        """Whether so many bytes are but a part of the free memory."""
+        if not self.on_gpu:
+            return True
+        device = self.feeding.device
+        free = torch.cuda.mem_get_info(device)[0]
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return size <= _SHARE * free
+
+    def free(self) -> None:
+        """Give back what the allocator has to spare."""
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+
+    def _applied(self, segments: list[Segment]) -> Applied:
+        """The states on the model; what was compiled for one of them serves the others."""
+        if not self.compile:
+            return memory.apply(self.feeding.model, segments)
+        # Each size for itself, as in a training with one micro-batch size.
+        applied = memory.apply(self.feeding.model, segments, compile=True, dynamic=False)
+        self._compilations = self._compilations or applied.experience.compilations
+        applied.experience.compilations = self._compilations
+        return applied
+
+
+@contextmanager
+def all_worth_moving() -> Iterator[None]:
+    """Inside, small tensors are sent too: those of a large micro-batch will not be small."""
+    smallest, offload.SMALLEST = offload.SMALLEST, 1
+    try:
+        yield
+    finally:
+        offload.SMALLEST = smallest
