@@ -321,7 +321,7 @@ def test_only_as_many_segments_are_timed_at_once_as_there_is_room_for(monkeypatc
     timing = Timing(trials, trace(feeding, sample), profile, FEW_STATES)
     members = timing._members(State("everything"), 64)
     if members is None:
-        assert share < 0.6
+        assert share < 0.9
     else:
         assert 0 < len(members) < len(cuts)
         assert {timing.kinds[number] for number in members} == set(timing.kinds)
@@ -497,7 +497,7 @@ def test_low_precision_takes_less_memory():
         measure(Feeding(model, precision=precision), sample, cuts, **settings).segments[2].options[0].backward_bytes
         for precision in (None, torch.bfloat16)
     )
-    assert low.per_sample < 0.9 * full.per_sample
+    assert low.per_sample < 0.95 * full.per_sample
 
 
 def test_copies_of_weights_that_autocast_makes_do_not_hide_what_samples_take():
