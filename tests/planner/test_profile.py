@@ -25,7 +25,7 @@ from fleetx.planner.search import plan_for
 from fleetx.planner.solve import least_memory
 from fleetx.planner.timing import Timing
 from fleetx.planner.tracing import trace
-from fleetx.planner.trials import Trials
+from fleetx.planner.trials import MOST_SAMPLES, Trials
 from fleetx.planner.untouched import untouched
 from fleetx.planner.updating import cost_of_update
 from fleetx.planner.verify import until_verified, verify
@@ -307,7 +307,7 @@ def test_where_room_is_scarce_nothing_is_tried_to_choose_a_size(monkeypatch):
     model, sample = gpt(2)
     trials = trials_on_a_device(model, sample, [], monkeypatch, room=0)
     assert Counting(trials, 1000.0, sends=False).sizes() == (2, 4)
-    assert Counting(trials, 0.0, sends=False).sizes() == (16, 32)
+    assert Counting(trials, 0.0, sends=False).sizes() == (8, 16)
 
 
 @pytest.mark.parametrize("share", [0.9, 0.6, 0.1, 0.0])
@@ -346,9 +346,9 @@ def test_a_large_sample_is_measured_by_a_part_of_it(monkeypatch):
     seen = []
     monkeypatch.setattr("fleetx.planner.trials.placed", lambda batch, device: seen.append(len(batch[0])) or batch)
     model, sample = gpt(2)
-    long = tuple(tensor.repeat(100, 1) for tensor in sample)
+    long = tuple(tensor.repeat(1000, 1) for tensor in sample)
     profiled(model, long, states=FEW_STATES[1:])
-    assert max(seen) == 128
+    assert max(seen) == MOST_SAMPLES
 
 
 def test_a_corrupt_file_is_said_once_and_measured_anew(caplog):

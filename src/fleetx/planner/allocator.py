@@ -15,9 +15,9 @@ from fleetx.planner.updating import tensors_of
 from fleetx.slicing import Batch
 
 # Measured with segments that grow: blocks are taken in steps of 20 MiB, and little is lost between small ones. Of large
-# ones about half of the largest: where it was, something smaller lies when the next one comes.
+# ones up to one and a half times the largest: where it was, something smaller lies when the next one comes.
 RESERVE = Reserve(1.01, 40 * 2**20)
-_LOST = 0.5
+_LOST = 0.8
 
 
 def gaps_on(device: torch.device, largest: float) -> Line:

@@ -9,6 +9,7 @@ from fleetx.planner.chain import Chain, Option, Stage, State
 
 _BUSY = 1.04  # by so many times, at most, a sample takes longer in half the micro-batch if the device is busy
 _WAITING = 1.1  # times the expected seconds: there it waited
+_LAUNCHES = 0.3  # part of the seconds: what takes so long at all events are launches, which samples do not wait for
 _LITTLE = 1e-3  # part of a backward that recompute and copies take at least: of equally fast plans, the simplest
 
 
@@ -40,7 +41,7 @@ class Line(NamedTuple):
         (small, large), (first, second) = sizes[-2:], values[-2:]
         line = cls.through(sizes[-2:], values[-2:])
         waits_when_small = values[0] > line.at(sizes[0]) * _WAITING
-        if len(sizes) > 2 and not waits_when_small:
+        if len(sizes) > 2 and not waits_when_small and line.fixed < _LAUNCHES * second:
             return line
         if first / small > second / large * _BUSY:
             return cls(0.0, second / large, least=min(values))

@@ -11,7 +11,7 @@ from fleetx.planner.observing import Bytes, bytes_of
 from fleetx.planner.trials import Trials, all_worth_moving
 
 EVERYTHING = State("everything")
-_MOST = 16  # samples in the smaller trial: bytes grow in straight lines
+_MOST = 8  # samples in the smaller trial: bytes grow in straight lines
 _WORKING = 1.5  # times what is saved: a guess of what a step takes that keeps everything
 
 

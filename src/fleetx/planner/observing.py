@@ -59,7 +59,7 @@ class Watch:
             handle.remove()
 
     def step(self, batch: Batch, meter: Meter | None = None) -> Step:
-        """One forward and backward."""
+        """One forward and backward; on a GPU it may still be under way."""
         self.meter = meter
         with torch.enable_grad(), meter or nullcontext():
             if meter is not None:
@@ -72,10 +72,15 @@ class Watch:
             step.turn = self._mark()
             loss.backward()
             step.end = self._mark()
-        if self.on_gpu:
-            torch.cuda.synchronize(self.feeding.device)
         del loss
         return step
+
+    def steps(self, batch: Batch, count: int) -> list[Step]:
+        """Several, one right after the other as in a training: the host is ahead of the device, if it can be."""
+        steps = [self.step(batch) for _ in range(count)]
+        if self.on_gpu:
+            torch.cuda.synchronize(self.feeding.device)
+        return steps
 
     def _mark(self, passing: int = 0) -> Mark:
         if self.meter is not None:

@@ -15,11 +15,12 @@ import torch
 
 from fleetx.planner.chain import State, evaluate
 from fleetx.planner.costs import Line, OptionCost, Profile, SegmentCost
-from fleetx.planner.observing import seconds_of
+from fleetx.planner.observing import Figures, Watch, seconds_of
 from fleetx.planner.tracing import Trace
 from fleetx.planner.trials import MOST_SAMPLES, Trials
+from fleetx.slicing import Batch
 
-_WARM_UP, _ROUNDS = 1, 2
+_WARM_UP, _ROUNDS = 2, 2
 _BUSY = 1.93  # twice the samples take so many times as long
 
 
@@ -78,8 +79,7 @@ class Timing:
     def _step_seconds(self, size: int) -> float:
         batch, count = self.trials.batch(size), len(self.trials.cuts)
         with self.trials.watched([self.frugal] * count) as (watch, _):
-            watch.step(batch)
-            rounds = [seconds_of(watch.step(batch), count) for _ in range(2)]
+            rounds = _timed_rounds(watch, batch, count)
         return min(sum(one.forward_seconds) + sum(one.backward_seconds) + sum(one.tail_seconds) for one in rounds)
 
     def _at_all(self, state: State, sizes: tuple[int, ...]) -> list[Seconds] | None:
@@ -95,9 +95,7 @@ class Timing:
         batch, count = self.trials.batch(size), len(self.trials.cuts)
         try:
             with self.trials.watched(self._states(state, members)) as (watch, _):
-                for _ in range(_WARM_UP):
-                    watch.step(batch)
-                rounds = [seconds_of(watch.step(batch), count) for _ in range(_ROUNDS)]
+                rounds = _timed_rounds(watch, batch, count)
         except torch.OutOfMemoryError:
             return None
         halves = [statistics.median(one.tail_seconds[half] for one in rounds) for half in (0, 1)]
@@ -138,6 +136,11 @@ class Timing:
             for number in members:
                 values.setdefault(self.kinds[number], []).append(figures[number])
         return {kind: statistics.median(one) for kind, one in values.items()}
+
+
+def _timed_rounds(watch: Watch, batch: Batch, count: int) -> list[Figures]:
+    """The times of `count` segments in some steps, after others that are not as all that follow."""
+    return [seconds_of(step, count) for step in watch.steps(batch, _WARM_UP + _ROUNDS)[_WARM_UP:]]
 
 
 def _timed(segment: SegmentCost, kind: int, sizes: tuple[int, ...], taken: dict[State, list[Seconds]]) -> SegmentCost:

@@ -14,7 +14,7 @@ from fleetx.planner.meter import meter_for
 from fleetx.planner.observing import Step, Watch
 from fleetx.slicing import Batch, batch_size
 
-MOST_SAMPLES = 128
+MOST_SAMPLES = 512
 _SHARE = 0.25  # of the free memory that trials may take
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-_SCRATCH = 2**20  # elements
+_SCRATCH, _SCRATCH_ON_GPU = 2**20, 2**24  # elements: as many as keep the device busy
 
 
 class UpdateCost(NamedTuple):
@@ -49,8 +49,9 @@ def cost_of_update(model: nn.Module, optimizer: Optimizer | None) -> UpdateCost:
     if optimizer is None or not elements:
         return UpdateCost(0, 0.0, 0)
     device = trained[0].device
+    count = min(elements, _SCRATCH_ON_GPU if device.type == "cuda" else _SCRATCH)
     try:
-        state, seconds = _tried(optimizer, min(elements, _SCRATCH), _moved_dtype(optimizer, trained[0]), device)
+        state, seconds = _tried(optimizer, count, _moved_dtype(optimizer, trained[0]), device)
     except Exception as error:  # whatever an optimizer of somebody else wants
         size = 2 * sum(_size(p) for p in trained)
         note = (

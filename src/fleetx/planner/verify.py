@@ -71,9 +71,16 @@ def verify(plan: Plan, feeding: Feeding, sample: Batch) -> Plan:
 
 
 def _timed(watch: Watch, batch: Batch, meter: Meter | None = None) -> tuple[float, Step]:
+    _wait(watch.feeding.device)
     began = time.perf_counter()
     step = watch.step(batch, meter)
+    _wait(watch.feeding.device)
     return time.perf_counter() - began, step
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _forget_late_gradients(plan: Plan, feeding: Feeding) -> None:
