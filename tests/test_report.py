@@ -2,7 +2,9 @@ import json
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
+from fleetx.report.batches import draw_batches
 from fleetx.report.tables import TABLES, fill_in
 
 ROOT = Path(__file__).parent.parent
@@ -33,3 +35,16 @@ def test_every_result_names_its_machine_versions_and_command(path):
 def test_an_unknown_table_is_named():
     with pytest.raises(ValueError, match="no table 'speed'; there are digits, step, reduce"):
         fill_in("<!-- table: speed -->\n<!-- end -->", RESULTS)
+
+
+def test_the_picture_of_batches_has_a_curve_for_each_way_and_a_panel_for_what_memory_buys(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: drawn.append(figure))
+    results = json.loads((RESULTS / "memory.json").read_text(encoding="utf-8"))["rows"]
+    draw_batches([*results, {"model": "bert_large", "name": "recompute", "batch": 9, "failed": "no room"}], tmp_path)
+    panels = {axes.get_title(): axes for axes in drawn[0].axes}
+    assert {"bert_large", "bert_large, batch 64", "resnet50"} <= set(panels)
+    labels = [line.get_label() for line in panels["bert_large"].lines]
+    assert len(labels) == len(set(labels))
+    assert {"plain, compiled", "recompute", "recompute, offload", "torch checkpoint"} <= set(labels)
+    assert 9 not in panels["bert_large"].get_xticks()

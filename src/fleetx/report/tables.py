@@ -88,7 +88,8 @@ def memory_table(result: Result) -> str:
         for row in sorted(result["rows"], key=lambda row: (row["model"], row["batch"]))
     ]
     heads = ("model", "way", "batch", "may take", "samples/s", "of plain", "takes, GiB", "on the host, GiB")
-    return _table(heads, rows, texts=2) + _origin(result)
+    # Rows may be of several runs; each notes when it was taken.
+    return _table(heads, rows, texts=2) + _origin({**result, "command": "fleetx bench memory"})
 
 
 def _plain_beside(row: Result, rows: Sequence[Result]) -> float | None:
