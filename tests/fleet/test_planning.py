@@ -14,7 +14,7 @@ from fleetx.fleet import planning as planning_module
 from fleetx.fleet.consumption import Consumption, Taken
 from fleetx.notices import _told
 from fleetx.planner.costs import Line
-from fleetx.planner.search import DoesNotFit
+from fleetx.planner.fitting import DoesNotFit
 from fleetx.planner.verify import Verified
 from fleetx.units import parse_bytes
 from tests.fleet.planned import (

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import fleetx
 from fleetx.planner.feeding import Feeding
-from fleetx.planner.search import DoesNotFit
+from fleetx.planner.fitting import DoesNotFit
 
 
 class Shared(nn.Module):

@@ -14,8 +14,10 @@ from fleetx import memory
 from fleetx.memory import Segment
 from fleetx.planner.chain import State, evaluate
 from fleetx.planner.costs import Line, Profile, Reserve
+from fleetx.planner.fitting import DoesNotFit
+from fleetx.planner.making import plan_for
 from fleetx.planner.plan import Plan
-from fleetx.planner.search import Cut, DoesNotFit, cuts_of, plan_for
+from fleetx.planner.search import Cut, cuts_of
 from fleetx.planner.table import folded, in_words
 from fleetx.units import parse_bytes
 from tests.planner.profiles import transformer

@@ -18,10 +18,10 @@ from fleetx.planner.chain import State, evaluate
 from fleetx.planner.costs import Line
 from fleetx.planner.counting import Counting
 from fleetx.planner.feeding import Feeding, resized
+from fleetx.planner.making import plan_for
 from fleetx.planner.meter import CountingMeter
 from fleetx.planner.plan import Plan
 from fleetx.planner.profile import measure
-from fleetx.planner.search import plan_for
 from fleetx.planner.solve import least_memory
 from fleetx.planner.timing import Timing
 from fleetx.planner.tracing import trace

@@ -12,10 +12,11 @@ from typer.testing import CliRunner
 from fleetx.planner.chain import State
 from fleetx.planner.command import plan_command
 from fleetx.planner.costs import NOTHING
+from fleetx.planner.fitting import DoesNotFit
+from fleetx.planner.making import plan_for
 from fleetx.planner.picture import draw_plan
 from fleetx.planner.plan import Moment, Plan
 from fleetx.planner.samples import application
-from fleetx.planner.search import DoesNotFit, plan_for
 from fleetx.planner.table import in_words
 from tests.planner.profiles import transformer
 

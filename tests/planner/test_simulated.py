@@ -12,8 +12,8 @@ from fleetx import memory
 from fleetx.bench.planning.running import Runner
 from fleetx.planner.blocks import find_blocks
 from fleetx.planner.feeding import Feeding
+from fleetx.planner.fitting import DoesNotFit
 from fleetx.planner.samples import application
-from fleetx.planner.search import DoesNotFit
 from tests.memory.zoo import Gpt, ViT
 
 

@@ -9,7 +9,8 @@ from torch import nn
 import fleetx
 from fleetx.planner import cache, verify
 from fleetx.planner.feeding import Feeding
-from fleetx.planner.search import DoesNotFit, plan_for
+from fleetx.planner.fitting import DoesNotFit
+from fleetx.planner.making import plan_for
 from tests.planner.profiles import transformer
 
 GIB = 2**30

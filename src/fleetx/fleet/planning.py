@@ -22,9 +22,10 @@ from fleetx.planner.blocks import ways_to_cut
 from fleetx.planner.budget import budget_on, free_on
 from fleetx.planner.costs import NOTHING, Profile
 from fleetx.planner.feeding import Feeding
+from fleetx.planner.fitting import DoesNotFit, Words, first_that_fits
+from fleetx.planner.making import plan_for
 from fleetx.planner.plan import Plan
 from fleetx.planner.profile import measure
-from fleetx.planner.search import DoesNotFit, Words, first_that_fits, plan_for
 from fleetx.planner.updating import tensors_of
 from fleetx.planner.verify import MOST_PLANS, Verified, allowed, until_verified
 from fleetx.slicing import Batch, map_tensors

@@ -15,9 +15,10 @@ from fleetx.planner.blocks import find_blocks, ways_to_cut
 from fleetx.planner.budget import budget_on
 from fleetx.planner.costs import Profile
 from fleetx.planner.feeding import Feeding
+from fleetx.planner.fitting import DoesNotFit, first_that_fits
+from fleetx.planner.making import plan_for
 from fleetx.planner.plan import Plan
 from fleetx.planner.profile import key_of, measure
-from fleetx.planner.search import DoesNotFit, first_that_fits, plan_for
 from fleetx.planner.verify import time_is_right, until_verified, with_doubtful_time
 from fleetx.slicing import Batch, batch_size
 from fleetx.units import parse_bytes

@@ -10,10 +10,10 @@ import torch
 
 from fleetx.planner.costs import Profile
 from fleetx.planner.feeding import Feeding, placed, resized
+from fleetx.planner.fitting import DoesNotFit
 from fleetx.planner.meter import Meter, meter_for
 from fleetx.planner.observing import Step, Watch
 from fleetx.planner.plan import Moment, Plan
-from fleetx.planner.search import DoesNotFit
 from fleetx.planner.untouched import untouched
 from fleetx.slicing import Batch
 

@@ -14,9 +14,10 @@ from fleetx.planner.blocks import ways_to_cut
 from fleetx.planner.budget import budget_on
 from fleetx.planner.costs import Profile
 from fleetx.planner.feeding import Feeding
+from fleetx.planner.fitting import DoesNotFit, first_that_fits
+from fleetx.planner.making import plan_for
 from fleetx.planner.plan import Plan
 from fleetx.planner.profile import measure
-from fleetx.planner.search import DoesNotFit, first_that_fits, plan_for
 from fleetx.planner.verify import until_verified
 from fleetx.units import format_bytes
 

@@ -1,0 +1,84 @@
+"""What is said if no plan is within the budget; and the choice between ways to cut a model by whether one is."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, TypeVar
+
+from fleetx.planner.search import Search
+from fleetx.units import format_bytes, parse_bytes
+
+
+class DoesNotFit(ValueError):  # noqa: N818 - it reads as what it says
+    """No plan is within the budget; says the least memory that would do, and the largest batch."""
+
+    def __init__(self, message: str, least_memory: int | None, largest_micro_batch: int) -> None:
+        super().__init__(message)
+        self.least_memory = least_memory
+        self.largest_micro_batch = largest_micro_batch  # 0 if not even one sample fits
+
+
+T = TypeVar("T")
+
+
+def first_that_fits(ways: Iterable[list[str]], attempt: Callable[[list[str]], T]) -> T:
+    """What `attempt` makes of the first way to cut a model that has a plan; else why the most frugal way has none."""
+    failures = []
+    for cuts in ways:
+        try:
+            return attempt(cuts)
+        except DoesNotFit as error:
+            failures.append(error.with_traceback(None))  # it would hold the batch
+    raise min(failures, key=lambda error: math.inf if error.least_memory is None else error.least_memory)
+
+
+class Words(NamedTuple):
+    """What the settings are called where the question comes from: remedies speak of these."""
+
+    memory: str = "memory"
+    whole: str = "one_forward=True keeps it whole"
+
+
+OF_PLAN = Words()
+
+
+def does_not_fit(
+    search: Search,
+    memory: int,
+    one_forward: bool,
+    k_steps: int | None = None,
+    words: Words = OF_PLAN,
+) -> DoesNotFit:
+    """The error for a search that found nothing within a budget."""
+    least, largest = search.least_memory(), search.largest_micro_batch(memory)
+    whole = f"{search.global_batch:,} samples in one forward need" if one_forward else "one sample at a time needs"
+    if not one_forward and (k_steps is not None or search.cuts[0].micro_batch > 1):
+        whole = f"micro-batches of {search.cuts[0].micro_batch:,} samples need"
+    if least is None:
+        rule = "no plan is possible within this host memory"
+    else:
+        rule = f"{whole} at least {format_bytes(least)} on the device"
+    remedies = [] if least is None else [f"give {words.memory}={_enough(least)!r} or more"]
+    if one_forward and largest:
+        remedies.append(f"take at most {largest:,} samples in one forward")
+        if k_steps is None:
+            remedies.append("leave out one_forward, so that smaller micro-batches are merged")
+        else:
+            remedies.append(f"merge micro-batches, with k_steps={math.ceil(search.global_batch / largest):,} or more")
+    elif k_steps is not None and largest:
+        remedies.append(
+            f"take at most {largest:,} samples per micro-batch, by a larger k_steps "
+            f"({math.ceil(search.global_batch / largest):,} or more)"
+        )
+    elif not one_forward:
+        remedies.append("take a smaller model or shorter inputs")
+    message = f"{rule}, and the budget is {format_bytes(memory)}: {', or '.join(remedies)}."
+    return DoesNotFit(message, least, largest)
+
+
+def _enough(least: int) -> str:
+    """An amount to write down: no less than this, in spite of rounding."""
+    text, unit = format_bytes(least), 1
+    while parse_bytes(text) < least:
+        least += unit
+        text, unit = format_bytes(least), unit * 2
+    return text

@@ -1,0 +1,64 @@
+"""Why a plan was chosen, in words: merge or one forward, and what is to be known beside."""
+
+from fleetx.planner.costs import Profile
+from fleetx.planner.fitting import Words
+from fleetx.planner.search import Found, Search
+from fleetx.planner.solve import least_memory
+from fleetx.units import format_bytes
+
+_SHOWN = 5e-4  # the least gain that does not read as 0.0%
+
+
+def reason(
+    search: Search, best: Found, alone: Found | None, found: list[Found], one_forward: bool, k_steps: int | None
+) -> str:
+    """Merge or one forward, and why."""
+    batch, cut = f"{search.global_batch:,}", best.cut
+    if one_forward:
+        return f"one forward of {batch} was asked for; {_repeats(search, best)}."
+    if k_steps is not None:
+        return f"micro-batches of {cut.micro_batch:,} were asked for; {_repeats(search, best)}."
+    if cut.k_steps == 1:
+        merged = next((one for one in found if one.cut.k_steps > 1), None)
+        if merged is None:
+            return f"one forward; {_repeats(search, best)}."
+        how_fast = _compared(merged.seconds / best.seconds - 1)
+        return (
+            f"one forward is {how_fast} merging {merged.cut.micro_batch:,} × {merged.cut.k_steps:,}; "
+            f"{_repeats(search, best)}."
+        )
+    if alone is None:
+        least = least_memory(search.chain(search.global_batch), search.host_memory)
+        needed = "is not possible" if least is None else f"needs {_amount(search, least)}"
+        return f"merged, because one forward of {batch} {needed}; {_repeats(search, best)}."
+    how_fast = _compared(alone.seconds / best.seconds - 1)
+    return f"merged, {how_fast} one forward of {batch}, for which {_repeats(search, alone)}."
+
+
+def notes(profile: Profile, best: Found, gap: float, words: Words) -> tuple[str, ...]:
+    """What was noticed while measuring, and what the plan means for the training."""
+    said = list(profile.notes)
+    if best.cut.k_steps > 1 and profile.couples_samples:
+        said.append(f"batch norms see {best.cut.micro_batch:,} samples at a time, not the whole batch; {words.whole}.")
+    if gap:
+        said.append(f"the search was cut short: a plan up to {gap:.2%} faster might exist.")
+    return tuple(said)
+
+
+def _compared(gain: float) -> str:
+    """Nothing is "0.0% faster"."""
+    return f"{gain:.1%} faster than" if gain >= _SHOWN else "as fast as"
+
+
+def _amount(search: Search, least: int) -> str:
+    return f"at least {format_bytes(search.profile.reserve.of(least))}"
+
+
+def _repeats(search: Search, found: Found) -> str:
+    states = search.states(found)
+    again = sum(state.save != "everything" for state in states)
+    away = sum(state.home == "host" for state in states)
+    if not again and not away:
+        return "all activations are kept"
+    said = [f"{again} of {len(states)} segments are computed again"] if again else []
+    return " and ".join([*said, *([f"{away} wait on the host"] if away else [])])
