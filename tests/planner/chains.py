@@ -15,12 +15,12 @@ def walk(chain, choice):
     options = [stage.options[number] for stage, number in zip(chain.stages, choice, strict=True)]
     base = sum(chain.fixed.values())
     gradients = list(chain.gradients or [0] * (len(options) + 1))
-    on_device, on_host, seconds, window = base, 0, 0, 0
+    on_device, on_host, seconds = base, 0, 0
     peak = base + chain.update_bytes + sum(gradients)
     residents, leaving, before = [], 0, None
     forwards = [stage.forward_seconds for stage in chain.stages] + [chain.tail_forward_seconds]
     for number, option in enumerate(options):
-        seconds += forwards[number]
+        seconds += forwards[number] + option.waiting
         peak = max(peak, on_device + option.forward_bytes + leaving)
         resident = option.kept
         if before is not None:
@@ -29,9 +29,6 @@ def walk(chain, choice):
         on_device += resident
         leaving = option.sent
         on_host += option.sent
-        window = sum(forwards[: number + 2])
-        if on_host > chain.bandwidth * window:
-            return None
         before = option
     on_device += gradients.pop()
     peak = max(peak, on_device + chain.tail_bytes + leaving)
@@ -75,6 +72,7 @@ def options(draw):
         sent=sent,
         holds=0 if sent else draw(st.sampled_from([0, 0, 2, 4])),
         released=draw(st.integers(0, sent)),
+        waiting=draw(st.sampled_from([0, 0, 1, 4])) if sent else 0,
     )
 
 

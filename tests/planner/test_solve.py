@@ -124,17 +124,37 @@ def test_an_input_that_the_segment_before_holds_is_not_freed_by_sending_it_away(
     assert evaluate(chain, (0, 0)).points[2].kept == 14
 
 
-def test_a_copy_that_would_be_waited_for_is_not_allowed():
+def sending(seconds, waiting):
+    """Four segments, each of which may keep ten bytes or send them."""
     options = (
-        Option(State("everything"), 2, kept=10, forward_bytes=10, backward_bytes=10),
-        Option(State("everything", "host"), 2, kept=0, forward_bytes=10, backward_bytes=10, sent=10, released=10),
+        Option(State("everything"), seconds, kept=10, forward_bytes=10, backward_bytes=10),
+        Option(
+            State("everything", "host"),
+            seconds,
+            kept=0,
+            forward_bytes=10,
+            backward_bytes=10,
+            sent=10,
+            released=10,
+            waiting=waiting,
+        ),
     )
-    chain = Chain(tuple(Stage(f"s{i}", 1, options) for i in range(4)), {}, 1, 1, 2, 0, bandwidth=5.0)
+    return Chain(tuple(Stage(f"s{i}", 1, options) for i in range(4)), {}, 1, 1, seconds, 0, bandwidth=5.0)
+
+
+def test_a_copy_that_the_backward_would_wait_for_is_not_allowed():
+    chain = sending(seconds=1, waiting=0)  # ten bytes come back in two
+    assert evaluate(chain, (1, 0, 0, 0)).waits
+    assert solve(chain, 1000).choice == (0, 0, 0, 0)
+    assert least_memory(chain) == evaluate(chain, (0, 0, 0, 0)).peak
+
+
+def test_a_copy_that_the_forward_waits_for_costs_time():
+    chain = sending(seconds=2, waiting=1)
     assert solve(chain, 1000).seconds == 15
-    least = least_memory(chain)
-    choice = solve(chain, least).choice
-    assert choice.count(1) == 2  # ten bytes leave in two seconds of forward, so every other segment can go
-    assert evaluate(chain, (1, 1, 1, 1)).waits
+    least = solve(chain, least_memory(chain))
+    assert least.choice == (1, 1, 1, 0)  # the last one is there when it is needed, and makes no difference
+    assert least.seconds == 15 + 3
 
 
 def test_equal_segments_with_equal_states_stand_together():

@@ -48,11 +48,16 @@ def bound(chain: Chain, memory: int, host_memory: int | None, *, roughly: bool =
     """The best bound among a few, for plans within `memory` and `host_memory` bytes; `roughly`: the first of them."""
     available = memory - chain.fixed_bytes
     cap = np.inf if host_memory is None else float(host_memory)
-    host_most = min(cap, chain.bandwidth * sum(chain.forward_seconds()))
+    host_most = min(cap, chain.bandwidth * _longest_backward(chain))
     if roughly:
         return _at(chain, len(chain.stages), available, cap, host_most, host_has_price=False)
     found = [_at(chain, pivot, available, cap, host_most) for pivot in sorted(_pivots(chain))]
     return max(found, key=lambda made: made.least)
+
+
+def _longest_backward(chain: Chain) -> float:
+    """Seconds in which copies can come back, at most."""
+    return sum(max(o.seconds for o in stage.options) for stage in chain.stages) + chain.tail_backward_seconds
 
 
 def _pivots(chain: Chain) -> set[int]:
@@ -121,7 +126,7 @@ def _kinds(chain: Chain, pivot: int) -> _Kinds:
     for (options, has_price), row in numbers.items():
         for column in range(most):
             option = options[min(column, len(options) - 1)]
-            seconds[row, column] = option.seconds
+            seconds[row, column] = option.seconds + option.waiting
             kept[row, column] = option.kept if has_price else 0
             sent[row, column] = option.sent
     return _Kinds(seconds, kept, sent, np.bincount(kind), np.array(kind))

@@ -15,11 +15,12 @@ after the other. Merged gradients are there all the time, and are among what is 
 The peak is the largest of these. K(i) is the sum over j < i of kept(j) + min(holds(j-1), released(j)): the input that
 segment j sent away stays on the device nevertheless if the segment before holds it as its own output.
 
-The time of a step is the sum of all forwards, of the chosen options' seconds and of the tail's two halves. Copies cost
-no time, because only choices are allowed in which none is waited for:
+The time of a step is the sum of all forwards, of the chosen options' seconds and of the tail's two halves; and of what
+the forward waits for copies. What segment i sends must have left when segment i+1 ends, so that the memory of every
+step is the same: the forward waits for as long as its copy takes more time than that segment's forward. In the backward
+nothing is waited for, because only choices are allowed in which
 
-- leaving keeps pace:    for every i, sent(0) + … + sent(i)  <=  bandwidth × (forward(0) + … + forward(i+1));
-- fetching fits:         for every i, sent(i)  <=  bandwidth × seconds of option(i+1).
+- fetching fits:    for every i, sent(i)  <=  bandwidth × seconds of option(i+1).
 
 Here segment n is the tail, with its forward seconds and its backward seconds.
 """
@@ -58,6 +59,7 @@ class Option:
     sent: int = 0  # bytes to the host
     holds: int = 0  # bytes of its output that it saves itself, though they are counted in the next segment's `kept`
     released: int = 0  # bytes of its input that go to the host
+    waiting: float = 0.0  # seconds that the forward waits until all that was sent has left
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ class Evaluation:
     fixed: Mapping[str, int]
     seconds: float
     host_bytes: int
-    waits: tuple[str, ...]  # segments whose copies would be waited for; must be empty
+    waits: tuple[str, ...]  # segments whose copies the backward would wait for; must be empty
 
     @property
     def highest(self) -> Point:
@@ -155,7 +157,14 @@ def evaluate(chain: Chain, choice: Sequence[int]) -> Evaluation:
     moving = [0, *(option.sent for option in chosen)]  # beside segment i, of the one before
     late = chain.gradients_from
     forward = [
-        Point(stage.name, "forward", stage.forward_seconds, kept[i], chosen[i].forward_bytes, moving[i])
+        Point(
+            stage.name,
+            "forward",
+            stage.forward_seconds + chosen[i].waiting,
+            kept[i],
+            chosen[i].forward_bytes,
+            moving[i],
+        )
         for i, stage in enumerate(stages)
     ]
     backward = [
@@ -168,18 +177,12 @@ def evaluate(chain: Chain, choice: Sequence[int]) -> Evaluation:
     return Evaluation(
         points=(*forward, tail, *reversed(backward), update),
         fixed=chain.fixed,
-        seconds=sum(chain.forward_seconds()) + sum(o.seconds for o in chosen) + chain.tail_backward_seconds,
+        seconds=sum(chain.forward_seconds()) + sum(o.seconds + o.waiting for o in chosen) + chain.tail_backward_seconds,
         host_bytes=sum(option.sent for option in chosen),
         waits=tuple(_waits(chain, chosen)),
     )
 
 
 def _waits(chain: Chain, chosen: list[Option]) -> list[str]:
-    elapsed = list(accumulate(chain.forward_seconds()))
-    left = list(accumulate(option.sent for option in chosen))
     backward = [*(option.seconds for option in chosen), chain.tail_backward_seconds]
-    return [
-        stage.name
-        for i, stage in enumerate(chain.stages)
-        if left[i] > chain.bandwidth * elapsed[i + 1] or chosen[i].sent > chain.bandwidth * backward[i + 1]
-    ]
+    return [stage.name for i, stage in enumerate(chain.stages) if chosen[i].sent > chain.bandwidth * backward[i + 1]]

@@ -174,7 +174,16 @@ class Profile:
         # Measurements are not exact; but what does more is not faster.
         kept = [option.seconds for option in options if option.state == State("everything")]
         least = kept[0] if kept else 0.0
-        return tuple(replace(o, seconds=max(o.seconds, least * _more(o.state))) for o in options)
+        following = self.segments[number + 1].forward_seconds if number + 1 < len(self.segments) else None
+        window = (following or self.tail_forward_seconds).at(micro_batch)
+        return tuple(
+            replace(o, seconds=max(o.seconds, least * _more(o.state)), waiting=self._waiting(o, window))
+            for o in options
+        )
+
+    def _waiting(self, option: Option, window: float) -> float:
+        """How much longer than the next segment's forward it takes until all is gone."""
+        return max(0.0, option.sent / self.bandwidth - window) if option.sent else 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""

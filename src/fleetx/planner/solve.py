@@ -126,14 +126,10 @@ def _search(chain: Chain, limits: Bound, width: int, most: float) -> tuple[Solut
 def _run(chain: Chain, followed: Callable[[States, int, int], States]) -> tuple[States, Steps]:
     """Segment by segment; `followed` says which partial choices are worth it."""
     states, steps = States.first(), []
-    elapsed, rest = np.cumsum(chain.forward_seconds()), rest_of(chain)
+    rest = rest_of(chain)
     for i, stage in enumerate(chain.stages):
-        may_have_left = chain.bandwidth * elapsed[i + 1]
         late = chain.gradients_from[i]
-        grown = [
-            states.extended(option, number, chain.bandwidth, may_have_left, late)
-            for number, option in enumerate(stage.options)
-        ]
+        grown = [states.extended(option, n, chain.bandwidth, late) for n, option in enumerate(stage.options)]
         states = followed(States.joined(grown).with_what_must_come(rest[i + 1]), i + 1, rest[i + 1])
         steps.append((states.option, states.previous))
     return states, steps

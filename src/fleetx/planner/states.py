@@ -48,24 +48,19 @@ class States(NamedTuple):
         columns: list[Any] = [column[chosen] for column in self]
         return States(*columns)
 
-    def extended(
-        self, option: Option, number: int, bandwidth: float, may_have_left: float, gradients: int = 0
-    ) -> "States":
-        """Those that can have this option for the next segment, with it: nothing waits for a copy.
+    def extended(self, option: Option, number: int, bandwidth: float, gradients: int = 0) -> "States":
+        """Those that can have this option for the next segment, with it: their copies come back in its time.
 
         `gradients`: bytes that are there in its backward beside.
         """
-        allowed = self.sent <= bandwidth * option.seconds
-        if option.sent:
-            allowed &= self.host + option.sent <= may_have_left
-        previous = np.flatnonzero(allowed)
+        previous = np.flatnonzero(self.sent <= bandwidth * option.seconds)
         before = self.pick(previous)
         highest = before.kept + before.sent + max(option.forward_bytes, option.backward_bytes + gradients)
         return States(
             kept=before.kept + option.kept + np.minimum(before.holds, option.released),
             peak=np.maximum(before.peak, highest),
             host=before.host + option.sent,
-            seconds=before.seconds + option.seconds,
+            seconds=before.seconds + option.seconds + option.waiting,
             option=np.full(len(previous), number, np.int64),
             previous=previous.astype(np.int64),
             sent=np.full(len(previous), option.sent, np.int64),
