@@ -76,7 +76,7 @@ class Bench:
         question = {"memory": memory, "global_batch": case.global_batch, "one_forward": case.one_forward}
 
         def make(profile: Profile) -> Plan:
-            return plan_for(profile, **question)
+            return plan_for(profile, **question, curve=False)
 
         def planned(cuts: Sequence[str]) -> Plan:
             profile = opened.profile_at(cuts)
