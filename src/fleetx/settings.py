@@ -187,7 +187,8 @@ class ListOf(Setting[list[Got], "list[Given] | tuple[Given, ...]"]):
         """See Setting."""
         if isinstance(value, (list, tuple)):
             return [self.item.accept(one, f"{path}[{index}]", problems) for index, one in enumerate(value)]
-        example = shown(value) if isinstance(value, str) else repr(self.item.default)
+        # A text is likely meant as the only item, where items are texts.
+        example = shown(value) if isinstance(value, str) and isinstance(self.item, Text) else repr(self.item.default)
         problems.wrong_type(path, self.rule, value, f"write a list such as [{example}]")
         return self.fresh_default()
 

@@ -130,8 +130,8 @@ def test_copies_beside_the_computation_are_exact(save, lag, lead):
     model = stack()
     batches = [torch.randn(size, 512, device="cuda") for size in (8192, 4096, 12000, 8192, 8192)]
     expected = trained(copy.deepcopy(model), batches)
-    homes = ["host" if number % 3 else "device" for number in range(8)]
-    segments = [Segment(str(i), save=save, home=home, lag=lag, lead=lead) for i, home in enumerate(homes)]
+    away = {"home": "host", "lag": lag, "lead": lead}
+    segments = [Segment(str(number), save=save, **(away if number % 3 else {})) for number in range(8)]
     applied = memory.apply(model, segments)
     for mine, theirs in zip(trained(model, batches), expected, strict=True):
         assert torch.equal(mine, theirs)

@@ -106,7 +106,7 @@ def test_a_segment_is_checked_once():
     assert counts == [5] * 4
 
 
-def test_a_segment_that_no_backward_comes_to_is_prepared_for_a_check_a_few_times():
+def test_a_segment_is_prepared_for_a_check_until_a_backward_has_come_there():
     checked = []
 
     def forward(model, x):
@@ -118,7 +118,73 @@ def test_a_segment_that_no_backward_comes_to_is_prepared_for_a_check_a_few_times
         patch.setattr("fleetx.memory.running.checksum", checked.append)
         for number in range(10):
             made.model(*made.batch(number))
-    assert len(checked) == 2 * 4 + 1
+    assert len(checked) == 2 * 10 + 1
+
+
+class Counting(nn.Module):
+    """Gives something else each time."""
+
+    calls = 0
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        Counting.calls += 1
+        return self.linear(x * (1 + Counting.calls % 7)).sin()
+
+
+@pytest.mark.parametrize("forwards", [0, 3, 4, 9])
+def test_what_cannot_be_repeated_is_refused_however_late_the_first_backward_comes(forwards):
+    model = nn.Sequential(Counting(), nn.Linear(4, 1))
+    memory.apply(model, ["0"])
+    for _ in range(forwards):
+        model(torch.randn(2, 4))
+    for _ in range(8):
+        with pytest.raises(RuntimeError, match="gave something else"):
+            model(torch.randn(2, 4)).sum().backward()
+
+
+class CountingInTraining(Counting):
+    def forward(self, x):
+        return super().forward(x) if self.training else self.linear(x).tanh()
+
+
+def test_what_is_proven_of_evaluation_is_not_proven_of_training():
+    model = nn.Sequential(CountingInTraining(), nn.Linear(4, 1)).eval()
+    memory.apply(model, ["0"])
+    for _ in range(3):
+        model(torch.randn(2, 4)).sum().backward()
+    model.train()
+    for _ in range(6):
+        with pytest.raises(RuntimeError, match="gave something else"):
+            model(torch.randn(2, 4)).sum().backward()
+
+
+class Careful(nn.Module):
+    """Catches everything that it knows of."""
+
+    caught = 0
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        try:
+            return torch.tanh(self.second(torch.tanh(self.first(x))))
+        except Exception:
+            Careful.caught += 1
+            raise
+
+
+def test_a_repetition_that_stops_early_is_not_caught_by_the_model():
+    model = nn.Sequential(Careful(), Careful(), nn.Linear(4, 1))
+    memory.apply(model, ["0", "1"])
+    for _ in range(4):
+        model(torch.randn(2, 4)).sum().backward()
+    assert Careful.caught == 0
 
 
 class Leaky(nn.Module):

@@ -305,3 +305,30 @@ def test_a_module_that_changes_its_own_parameters_keeps_everything_and_says_so(s
     with pytest.warns(UserWarning, match="ends at shrinks keeps everything.*a Shrinks changed its parameters") as seen:
         assert_exact(made, cycled(["a", "shrinks", "b"], STATES[state]), steps=5)
     assert len(seen) == 1
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.first, self.cell, self.last = nn.Linear(8, 16), kind(16, 16), nn.Linear(16, 1)
+
+    def forward(self, x):
+        hidden = self.cell(self.first(x))
+        return self.last(hidden[0] if isinstance(hidden, tuple) else hidden)
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.GRUCell, nn.LSTM, nn.LSTMCell, nn.RNN])
+def test_dear_outputs_that_are_written_to_unseen_are_computed_again(kind):
+    """A GRU cuts what it multiplied into parts that do not share a version with it, and writes to these."""
+
+    def made(save):
+        torch.manual_seed(0)
+        model = Recurrent(kind)
+        if save:
+            memory.apply(model, [memory.Segment("cell", save=save)])
+        torch.manual_seed(1)
+        for _ in range(6):
+            model(torch.randn(*((3,) if kind in (nn.GRUCell, nn.LSTMCell) else (5, 3)), 8)).sum().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(made("dear"), made(None), strict=True))

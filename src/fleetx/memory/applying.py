@@ -16,7 +16,7 @@ from fleetx.memory.buffers import Watch
 from fleetx.memory.compiling import SharedCompilations
 from fleetx.memory.dear import KINDS
 from fleetx.memory.experience import Experience
-from fleetx.memory.names import find_cuts, operation_name
+from fleetx.memory.names import Cuts, find_cuts, operation_name
 from fleetx.memory.recording import Recorder
 from fleetx.memory.running import Run, active_run, end_stale
 from fleetx.memory.states import Home, Save, Segment
@@ -48,12 +48,19 @@ def apply(
     >>> applied.remove()
     """
     _require_compile_options(compile, compile_options)
-    wanted = [one if isinstance(one, Segment) else Segment(one, save, home) for one in _require_list(segments)]
+    listed = _require_list(segments)
+    _require_unwrapped(model)
+    for number, one in enumerate(listed):
+        _require_name(number, one, model)
+    wanted = [one if isinstance(one, Segment) else Segment(one, save, home) for one in listed]
     if not wanted:
         raise ValueError("recompute needs at least one output where the model is cut, got none: name modules.")
-    _require_unwrapped(model)
     limit = None if host_memory is None else parse_bytes(host_memory)
-    experience = Experience(find_cuts(model, wanted), host_memory=limit)
+    if limit is not None:
+        _require_use_of_host(host_memory, wanted)
+    cuts = find_cuts(model, wanted)
+    _require_parts_as_a_whole(model, cuts)
+    experience = Experience(cuts, host_memory=limit)
     applied = Applied(model, experience)
     if compile:
         applied.compile(**compile_options)
@@ -65,9 +72,31 @@ def _require_list(segments: object) -> Sequence[Any]:
         raise TypeError(
             f"segments must be a list of names or Segments, got the text {segments!r}: write [{segments!r}]."
         )
-    if not isinstance(segments, Sequence):
-        raise TypeError(f"segments must be a list of names or Segments, got {segments!r}.")
+    if not isinstance(segments, Sequence) or isinstance(segments, (bytes, bytearray)):
+        raise TypeError(
+            f"segments must be a list of names or Segments, got a value of type {type(segments).__name__}: write for "
+            "example ['encoder.layer.*']."
+        )
     return segments
+
+
+def _require_name(number: int, one: object, model: nn.Module) -> None:
+    if isinstance(one, (str, Segment)):
+        return
+    names = [name for name, module in model.named_modules() if module is one and name]
+    raise TypeError(
+        f"segments must be a list of names or Segments, and segments[{number}] is of type {type(one).__name__}: write "
+        + (f"its name, {names[0]!r}." if names else "the name of a module, for example 'encoder.layer.0'.")
+    )
+
+
+def _require_use_of_host(host_memory: object, wanted: Sequence[Segment]) -> None:
+    """A limit on what is not used would be in vain, and nobody would know."""
+    if all(segment.home != "host" for segment in wanted):
+        raise ValueError(
+            f"host_memory limits what waits on the host, got {host_memory!r} and no segment with home='host': set "
+            "home='host', or leave host_memory out."
+        )
 
 
 def _require_compile_options(compile: object, options: dict[str, Any]) -> None:
@@ -93,6 +122,10 @@ class Applied:
 
     def remove(self) -> None:
         """Take the plan off the model."""
+        end_stale()  # a forward that was interrupted from the keyboard would never end any more
+        run = active_run()
+        if run is not None and run.experience is self.experience:
+            raise RuntimeError("a plan cannot be taken off while its model runs: call remove() after the forward.")
         for module in self.model.modules():
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
                 for key in [key for key, hook in hooks.items() if self._is_ours(hook)]:
@@ -285,10 +318,26 @@ def _refuse_foreign_compilation(model: nn.Module, experience: Experience) -> Non
     parts = {"": model, **experience.cuts.containers, **experience.cuts.leaves}
     compiled = [name or "the model" for name, part in parts.items() if part._compiled_call_impl is not None]
     if compiled or _is_within_compiled_call():
-        raise RuntimeError(
-            f"a model with a plan must not be compiled from outside, and {compiled[0] if compiled else 'its call'} is. "
-            "Let the plan compile what runs between the cuts: memory.apply(..., compile=True), or strategy.compile."
-        )
+        raise RuntimeError(_compiled_from_outside(compiled[0] if compiled else "its call"))
+
+
+def _compiled_from_outside(what: str) -> str:
+    return (
+        f"a model with a plan must not be compiled from outside, and {what} is. "
+        "Let the plan compile what runs between the cuts: memory.apply(..., compile=True), or strategy.compile."
+    )
+
+
+def _require_not_compiled(model: nn.Module) -> None:
+    """What torch.compile(module) gives is a module around the module, which calls it where no plan can see."""
+    if "torch._dynamo" not in sys.modules:  # nobody compiled anything
+        return
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    for name, module in model.named_modules():
+        if isinstance(module, OptimizedModule):
+            what = repr(name) if name else "this one (the result of torch.compile)"
+            raise ValueError(_compiled_from_outside(what))
 
 
 def _is_within_compiled_call() -> bool:
@@ -387,6 +436,8 @@ def _require_unwrapped(model: nn.Module) -> None:
         raise TypeError(f"fleetx.memory.apply takes an nn.Module, not a {type(model).__name__}.")
     if applied_to(model) is not None:
         raise ValueError("this model has a plan already: call remove() of the first one before.")
+    _require_no_plan_around(model)
+    _require_not_compiled(model)
     for name, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False) is True:
             raise ValueError(
@@ -394,3 +445,31 @@ def _require_unwrapped(model: nn.Module) -> None:
                 "everything would be computed a third time. Set it to False first, as "
                 "model.gradient_checkpointing_disable() does for models of transformers."
             )
+
+
+def _require_no_plan_around(model: nn.Module) -> None:
+    """A plan on a model around this one has hooks on it, unless it runs this one deep inside of a whole.
+
+    Hooks on modules further inside tell nothing: two models may share them, each with a plan of its own.
+    """
+    if _hooks_of(model):
+        raise ValueError(
+            "a model around this one has a plan already, and two plans would cut the same forward. Have one plan: "
+            "remove() the first, and name all cuts from the outer model, such as 'encoder.layer.0'."
+        )
+
+
+def _require_parts_as_a_whole(model: nn.Module, cuts: Cuts) -> None:
+    """A part may have a plan of its own where this one runs it as a whole; its segments then are inside of one."""
+    whole = {id(module) for module in cuts.leaves.values()}
+    for name, module in model.named_modules():
+        if id(module) not in whole and applied_to(module) is not None:
+            raise ValueError(
+                f"{name!r} has a plan already, and this one would not run it as a whole. Have one plan: take the first "
+                f"off with memory.applied_to(model.{name}).remove(), and name its cuts from here, as '{name}...'."
+            )
+
+
+def _hooks_of(module: nn.Module) -> list[_Hook]:
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return [hook for hook in hooks if isinstance(hook, _Hook)]

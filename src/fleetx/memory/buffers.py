@@ -120,7 +120,7 @@ class Watch:
 
     def before(self, module: nn.Module) -> Snapshot:
         """The module as it is, as far as a forward may change it."""
-        modules = _modules_of(module)
+        modules = modules_of(module)
         buffers, parameters = _slots(modules, "_buffers"), _slots(modules, "_parameters")
         known = self._known.get(_key(modules))
         if known is None:
@@ -153,7 +153,7 @@ class Watch:
         return None
 
 
-def _modules_of(module: nn.Module) -> list[nn.Module]:
+def modules_of(module: nn.Module) -> list[nn.Module]:
     """The module and all in it, each once; several times faster than torch's own way."""
     found = {module: None}
     waiting = [module]

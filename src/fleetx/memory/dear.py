@@ -28,6 +28,9 @@ KINDS: dict[str, tuple[Any, ...]] = {
     ),
 }
 
+_UNSEEN_VIEWS = (aten.unsafe_split, aten.unsafe_split_with_sizes, aten.unsafe_chunk)
+"""Their outputs share memory with their input, but not its version: who writes to them, as nn.GRU does, is not seen."""
+
 
 def is_dear(kinds: Iterable[str], function: Any, args: Sequence[Any]) -> bool:
     """Whether this operation is of one of these kinds."""
@@ -55,6 +58,12 @@ class Noted:
         """Whether the output of this operation is noted."""
         return self.is_on() and is_dear(self.kinds, function, args)
 
+    def forget(self, tensor: Tensor) -> None:
+        """What shares memory with this one is computed again."""
+        for number, saved in enumerate(self.saved):
+            if saved is not None and saved.holds(tensor):
+                self.saved[number] = None
+
 
 class Saving(TorchDispatchMode):
     """Notes the outputs of chosen operations."""
@@ -66,7 +75,9 @@ class Saving(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         noted = self.noted
-        if noted is not None and noted.chooses(func, args):
+        if noted is not None and func.overloadpacket in _UNSEEN_VIEWS:
+            noted.forget(args[0])
+        elif noted is not None and noted.chooses(func, args):
             noted.saved.append(Saved(output, func, noted.device))
         return output
 
@@ -89,6 +100,11 @@ class Saved:
         self.function = function
         is_random = torch.Tag.nondeterministic_seeded in function.tags
         self.after = randomness.state(device) if is_random else None
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether an output lies in this tensor's memory."""
+        place = tensor.untyped_storage().data_ptr()
+        return any(isinstance(v, Tensor) and v.untyped_storage().data_ptr() == place for v in self.flat)
 
     def written_to(self) -> bool:
         """Whether somebody wrote to an output in place, so that it is not what the operation gave."""

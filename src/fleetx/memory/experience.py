@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from fleetx.memory.recompute import Frame
 from fleetx.memory.states import Segment
 
 TAIL = Segment("the end", save="everything")
+Modes = tuple[bool, ...]  # of all modules: whether they train
 
 
 @dataclass(eq=False)
@@ -27,12 +29,7 @@ class Learned:
     saves: int = 0  # tensors that autograd saved
     lost: int = 0  # how often in a row it could not be repeated
     fills_late: bool = False  # whether something in it is saved first and filled then
-    is_proven: bool = False  # whether it gave the same when it was repeated
-    trials: int = 0  # forwards of which that was to be proven
-
-    def prove(self) -> None:
-        """It gave the same."""
-        self.is_proven = True
+    proven: set[Modes] = field(default_factory=set)  # of the model, in which it gave the same when it was repeated
 
 
 @dataclass(eq=False)
@@ -42,7 +39,8 @@ class Experience:
     cuts: Cuts
     watch: Watch = field(default_factory=Watch)
     written: dict[int, set[int]] = field(default_factory=dict)  # by module: inputs that it writes to
-    harmless: set[int] = field(default_factory=set)  # modules that write to their own buffers at most
+    # Modules that were only seen to write to their own buffers; none if forwards go different ways.
+    harmless: weakref.WeakSet[nn.Module] | None = field(default_factory=weakref.WeakSet)
     segments: list[Learned] = field(default_factory=list)
     offloader: Offloader | None = None
     host_memory: int | None = None
@@ -98,6 +96,17 @@ class Experience:
     def note_written(self, module: nn.Module, places: set[int]) -> None:
         """A module wrote to these of its inputs."""
         self.written[id(module)] = self.written.get(id(module), set()) | places
+        if places and self.harmless is not None:
+            self.harmless.discard(module)
+
+    def note_harmless(self, module: nn.Module) -> None:
+        """A module changed nothing but its buffers, and never did."""
+        if self.harmless is not None and not self.written.get(id(module)):
+            self.harmless.add(module)
+
+    def is_harmless(self, module: nn.Module) -> bool:
+        """Whether nobody needs to watch a module whose activations are all kept."""
+        return self.harmless is not None and module in self.harmless
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of a model learns anew: what is known here is about these very modules."""

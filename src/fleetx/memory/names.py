@@ -59,7 +59,7 @@ def find_cuts(model: nn.Module, segments: Sequence[Segment]) -> Cuts:
             else:
                 cuts.expected.discard(name)
     cuts.leaves = _leaves(cuts.containers, modules)
-    cuts.dear = _dear_modules(segments, modules)
+    cuts.dear = _dear_modules(segments, modules, cuts)
     return cuts
 
 
@@ -118,19 +118,54 @@ def called_children(module: nn.Module) -> list[nn.Module]:
     return list(found.values())
 
 
-def _dear_modules(segments: Sequence[Segment], modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+def _dear_modules(segments: Sequence[Segment], modules: dict[str, nn.Module], cuts: Cuts) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
-    for pattern in {name for segment in segments if segment.save == "dear" for name in segment.dear}:
-        if pattern in KINDS:
-            continue
-        matched = [name for name in modules if name and matches(name, pattern)]
-        if not matched:
-            raise ValueError(
-                f"Segment.dear names kinds of operations ({', '.join(KINDS)}) or modules, and {pattern!r} is neither"
-                + _near(pattern, [*KINDS, *modules])
-            )
-        found |= {name: modules[name] for name in matched}
+    for segment in segments:
+        for pattern in segment.dear if segment.save == "dear" else ():
+            if pattern not in KINDS:
+                found |= {name: modules[name] for name in _dear_matched(pattern, segment, modules, cuts)}
     return found
+
+
+def _dear_matched(pattern: str, segment: Segment, modules: dict[str, nn.Module], cuts: Cuts) -> list[str]:
+    """The modules that a name in a segment's `dear` means; refused if nothing would ever be saved for it."""
+    matched = [name for name in modules if name and matches(name, pattern)]
+    if not matched:
+        raise ValueError(
+            f"Segment.dear names kinds of operations ({', '.join(KINDS)}) or modules, and {pattern!r} is neither"
+            + _near(pattern, [*KINDS, *modules])
+        )
+    called = [name for name in matched if _is_called(modules[name])]
+    if not called:
+        name = matched[0]
+        raise ValueError(
+            f"Segment.dear names {name!r}, a {type(modules[name]).__name__}, which is never called, so nothing would "
+            f"be saved: name its modules, for example '{name}.*'."
+        )
+    ends = [name.partition(":")[0] for name in _matched(segment.until, modules)]
+    if not any(_may_run_before(end, name, modules, cuts) for name in called for end in ends):
+        inside = [name for name in modules if name and any(_lies_in(name, end) for end in ends)]
+        raise ValueError(
+            f"Segment.dear names modules inside the segment, and {pattern!r} is not inside the one that ends at "
+            f"{segment.until!r}: another segment ends before"
+            + _near(pattern, inside)
+            + " Name modules inside it, or say dear of the segment that they are in."
+        )
+    return called
+
+
+def _may_run_before(end: str, name: str, modules: dict[str, nn.Module], cuts: Cuts) -> bool:
+    """Whether a module can be in the segment that ends at `end`: not where it is in a module that ends another one.
+
+    In which order modules run is not known before a forward, so much else that saves nothing is taken. A module that
+    has several names may be called by any of them.
+    """
+    names = [other for other, module in modules.items() if module is modules[name]]
+    return any(all(_lies_in(end, cut) or not _lies_in(one, cut) for cut in cuts.modules) for one in names)
+
+
+def _lies_in(name: str, outer: str) -> bool:
+    return name == outer or name.startswith(outer + ".")
 
 
 def _is_called(module: nn.Module) -> bool:

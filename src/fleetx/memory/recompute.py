@@ -18,7 +18,8 @@ from fleetx.memory.tape import Call, External, Tape, pointer_of, version_of
 
 DEPENDS = (
     "Its forward depends on something that changed in between: a global, a counter, a file, another generator of "
-    "random numbers. Leave that module out of recompute, or make its forward depend on its inputs only."
+    "random numbers; or it writes to memory where torch does not see it, as through .data. Leave that module out of "
+    "recompute (save='everything'), or make its forward depend on its inputs only."
 )
 
 
@@ -64,7 +65,7 @@ class Saved:
         return self.frame.recomputed(self.number)
 
 
-class Enough(Exception):  # noqa: N818 - not an error
+class Enough(BaseException):  # no Exception: whoever catches those in a forward must not catch this
     """Everything that was asked for has been computed."""
 
 
@@ -90,6 +91,7 @@ class Frame:
         self.saved: list[Saved] = []
         self.looks: list[tuple[Look, weakref.ref[Saved]]] = []
         self.kept: dict[int, Any] = {}  # the memory of parameters and buffers, by where it is
+        self.within: Any = threading.local()  # of each thread: in how many dear modules it is
         self.stops_early = False  # whether it may be left in the middle, when everything was saved again
         self.fills_late = False  # whether something in it is saved first and filled then
         self.is_checked = False  # whether what its modules give must be the same again
@@ -145,7 +147,7 @@ class Frame:
         for call in self.tape.calls:
             if call.dear is not None:
                 # What was written to in place is no longer what the operation gave.
-                call.dear.saved = [None if one.written_to() else one for one in call.dear.saved]
+                call.dear.saved = [None if one is None or one.written_to() else one for one in call.dear.saved]
 
     def park_inputs(self, offloader: Offloader, at_once: bool) -> None:
         """Send what the segment needs when it is repeated to the host."""
@@ -196,7 +198,7 @@ class Repetition:
     def run(self) -> dict[int, tuple[Tensor, int]]:
         """The tensors that are still wanted, with their versions, by number."""
         frame = self.frame
-        present = Surroundings.now(frame.tape.kinds)
+        present, depth = Surroundings.now(frame.tape.kinds), getattr(frame.within, "dear", 0)
         torch.autocast_increment_nesting()
         try:
             with randomness.replaying(frame.random, frame.devices):
@@ -213,6 +215,7 @@ class Repetition:
             if torch.autocast_decrement_nesting() == 0:
                 torch.clear_autocast_cache()
             present.restore()
+            frame.within.dear = depth  # who stops early does not tell modules that they are left
             collected = self.collected
             self.__dict__.clear()  # torch gives hooks to its threads, which may know them for some time
         return collected

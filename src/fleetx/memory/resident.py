@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fleetx.memory.recompute import Frame, frames_alive
 from fleetx.memory.tape import pointer_of
+from fleetx.notices import shown
 
 
 class Resident(NamedTuple):
@@ -17,14 +18,27 @@ class Resident(NamedTuple):
     activations: int  # what autograd saved while we watched, and what was computed again
 
 
-def resident_on(device: torch.device) -> Resident:
+def resident_on(device: torch.device | str) -> Resident:
     """What the segments of all models hold on a device; memory that two of them share is counted once."""
+    device = _one_device(device)
     frames = frames_alive()
     checkpoints = _storages(frames, _checkpoints, device)
     activations = _storages(frames, _activations, device)
     for pointer in checkpoints:
         activations.pop(pointer, None)
     return Resident(sum(checkpoints.values()), sum(activations.values()))
+
+
+def _one_device(device: object) -> torch.device:
+    if isinstance(device, str):
+        device = torch.device(device)  # which refuses what is none
+    if not isinstance(device, torch.device):
+        raise TypeError(
+            f"resident_on takes a torch.device or its name, got {shown(device)}: write for example 'cuda:0'."
+        )
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())  # tensors know their number
+    return device
 
 
 def _storages(frames: list[Frame], held: Callable[[Frame], Iterator[Tensor]], device: torch.device) -> dict[int, int]:

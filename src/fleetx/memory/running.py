@@ -5,6 +5,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fleetx.memory import dear, randomness
+from fleetx.memory.buffers import modules_of
 from fleetx.memory.checking import LateFillers, checksum
 from fleetx.memory.experience import Experience, Learned
 from fleetx.memory.leaf import Leaf
@@ -24,8 +26,6 @@ from fleetx.memory.surroundings import Surroundings
 from fleetx.memory.tape import External, Tape, pointer_of, version_of
 
 _active = threading.local()
-MOST_TRIALS = 4
-"""So many forwards of a segment are prepared for a check; in some models the backward never comes there."""
 MANY = 128
 FEW = 16
 """So much may happen in a segment that is new, or known, before anybody wonders whether the forward is still on."""
@@ -73,10 +73,11 @@ class Run:
         self.depth = 0  # within modules that run as a whole
         self._is_busy = False
         self._is_off = False  # whether the recorder is
-        self._is_free = False  # whether a module runs of which nothing need be known
+        self._free: FreeRun | None = None  # a module that runs without being watched
         self._is_calling = False
         self.ordinal = -1
         self.is_first = not experience.segments
+        self._modes = tuple(one.training for one in modules_of(model))
         self.seen: list[Learned] = []
         self.containers: list[tuple[str, dict[str, int]]] = []
         # Held, so that their memory becomes nobody else's even if the model replaces them.
@@ -101,7 +102,7 @@ class Run:
         self.ordinal += 1
         state = self.experience.expected(self.ordinal)
         frame = Frame(state.until, state, Tape(self.kinds), self.devices, next(self.experience.numbers))
-        frame.kept = self._kept
+        frame.kept, frame.within = self._kept, self.experience.within
         # In the first forward nobody knows how many segments will come.
         frame.is_checked = (self.is_first or self._is_repeated(state)) and self._is_unproven()
         known = self.experience.segments[self.ordinal] if self.ordinal < len(self.experience.segments) else None
@@ -115,13 +116,13 @@ class Run:
     def _is_unproven(self) -> bool:
         """Whether nobody has seen yet that the present segment gives the same when it is repeated."""
         known = self.experience.segments
-        if self.ordinal >= len(known):
-            return True
-        return not known[self.ordinal].is_proven and known[self.ordinal].trials < MOST_TRIALS
+        return self.ordinal >= len(known) or self._modes not in known[self.ordinal].proven
 
     def cut(self, segment: Segment) -> None:
         """The output that ends a segment is there."""
         frame = self.frame
+        if frame.state != segment and not self.is_first:
+            self.experience.harmless = None  # what is expected does not always come
         frame.name, frame.state = segment.until, segment
         learned = self._learned(segment)
         self.seen.append(learned)
@@ -148,11 +149,10 @@ class Run:
         if frame.lost or keeps:
             frame.park_saved(offloader, at_once=self.is_first) if offloader else frame.keep()
         else:
-            learned.trials += frame.is_checked
             learned.fills_late = learned.fills_late or frame.fills_late
-            is_sure = learned.is_proven or frame.is_checked
+            is_sure = frame.is_checked or self._modes in learned.proven
             frame.stops_early = is_sure and not learned.fills_late and self.experience.compilations is None
-            frame.proven = learned.prove
+            frame.proven = partial(learned.proven.add, self._modes)
             frame.drop()
             if offloader is not None:
                 frame.park_inputs(offloader, at_once=self.is_first)
@@ -176,7 +176,7 @@ class Run:
         else:
             self._switch_on()
             self.recorder.__exit__(None, None, None)
-        if not self._is_free:
+        if self._free is None or self._is_on_top():
             self._hooks.__exit__(None, None, None)
         if self.experience.compilations is not None:
             self.experience.compilations.uninstall(self.experience.cuts.leaves.values())
@@ -198,11 +198,13 @@ class Run:
         """
         if not self._is_told or _is_called(self.model):
             return False
-        return (self._is_free or self._is_on_top()) and (self._is_off or self._is_calling or self.recorder.is_innermost)
+        return (self._free is not None or self._is_on_top()) and (
+            self._is_off or self._is_calling or self.recorder.is_innermost
+        )
 
     def _is_on_top(self) -> bool:
         """Whether what autograd saves is handed to this forward first."""
-        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        top = _top_hooks()
         return top is not None and top[0] == self.pack
 
     def _wonders(self) -> bool:
@@ -254,9 +256,10 @@ class Run:
         try:
             yield
         finally:
-            self._is_busy = False
-            if self._leaf is None and not self._is_free:
-                self._switch_on()
+            if self.__dict__:  # else it was found to be over
+                self._is_busy = False
+                if self._leaf is None and self._free is None:
+                    self._switch_on()
 
     def _switch_on(self) -> None:
         if self._is_off:
@@ -359,8 +362,9 @@ class Run:
         if self.depth > 1:
             return
         if self._may_run_freely(module):
+            self._free = FreeRun(module, tensors_in((args, kwargs)))
             self._hooks.__exit__(None, None, None)
-            self._is_free = True
+            self._free.under = _top_hooks()
             self.frame.lost = "it was expected to keep everything"  # should the forward go another way
             return
         tensors = tensors_in((args, kwargs))
@@ -382,18 +386,23 @@ class Run:
         state = self.frame.state
         if state.save != "everything" or state.home != "device" or self.experience.compilations is not None:
             return False
-        if self.is_first or id(module) not in self.experience.harmless or not self._is_on_top():
+        if self.is_first or not self.experience.is_harmless(module) or not self._is_on_top():
             return False
+        if self.ordinal >= len(self.experience.segments) and not self._has_seen_all():
+            return False  # not the end yet, though the last forward ended here
         return not any(self._readers.get(pointer_of(buffer) or 0) for buffer in module.buffers())
+
+    def _has_seen_all(self) -> bool:
+        """Whether no cut is left to which this forward might still come."""
+        return len({learned.state.until for learned in self.seen}) == len(self.experience.cuts.in_order())
 
     def leave_leaf(self, output: Any) -> None:
         """It ends, be it by an error."""
         self.depth -= 1
         if self.depth > 0:
             return
-        if self._is_free:
-            self._is_free = False
-            self._hooks.__enter__()
+        if self._free is not None:
+            self._leave_free()
             return
         leaf = self._end_leaf()
         if leaf is None or (output is None and sys.exc_info()[0] is not None):
@@ -411,11 +420,22 @@ class Run:
         call.snapshot = self.experience.watch.after(leaf.snapshot)
         if call.snapshot is None:
             self.frame.lost = f"a {type(leaf.module).__name__} changed its parameters, or a buffer for the first time"
-        elif not leaf.written() and not call.snapshot.attributes.is_written:
-            self.experience.harmless.add(id(leaf.module))
+        elif not call.snapshot.attributes.is_written:
+            self.experience.note_harmless(leaf.module)
         for slot, copy in [] if call.snapshot is None else call.snapshot.copies:
             if slot.tensor is not None:
                 self._give_copy(slot.tensor, copy)
+
+    def _leave_free(self) -> None:
+        """A module that nobody watched ends. Should it have written to something, it is watched from now on."""
+        free = self._free
+        assert free is not None
+        self.experience.note_written(free.module, free.written())
+        if _top_hooks() != free.under:
+            self.end(failed=True)  # it left hooks of somebody's, under which ours cannot be put any more
+            return
+        self._hooks.__enter__()
+        self._free = None
 
     def _learn_written(self, leaf: "Leaf") -> None:
         """A module has run: now it is known to which of its inputs it writes."""
@@ -428,7 +448,9 @@ class Run:
 
     def _give_copy(self, buffer: Tensor, copy: Tensor) -> None:
         """A module changed a buffer; who read it before needs it as it was."""
-        for _, external in self._readers_of(pointer_of(buffer) or 0):
+        for frame, external in self._readers_of(pointer_of(buffer) or 0):
+            if frame is self.frame:
+                frame.tape.forget(external)  # who reads it from now on reads something else
             if external.tensor is not None and not external.is_copy:
                 old = external.tensor
                 offset = old.storage_offset() - buffer.storage_offset()
@@ -439,6 +461,19 @@ class Run:
         if leaf is not None:
             leaf.leave()
         return leaf
+
+
+class FreeRun:
+    """A module that runs as if the model were not cut, while it runs."""
+
+    def __init__(self, module: nn.Module, inputs: list[Tensor]) -> None:
+        self.module = module
+        self.inputs, self.versions = inputs, [version_of(tensor) for tensor in inputs]
+        self.under: Any = None  # the hooks of others that see what it saves
+
+    def written(self) -> set[int]:
+        """Which of its inputs the module wrote to."""
+        return {i for i, (t, v) in enumerate(zip(self.inputs, self.versions, strict=True)) if version_of(t) != v}
 
 
 class Begun(NamedTuple):
@@ -469,6 +504,11 @@ def _is_called(model: nn.Module) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _top_hooks() -> Any:
+    """The innermost hooks on what autograd saves."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def _pointers(tensors: list[Tensor]) -> set[int]:

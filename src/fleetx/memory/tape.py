@@ -148,6 +148,11 @@ class Tape:
                 if known is not None:
                     self._known[changed] = (known[0], changed.requires_grad)
 
+    def forget(self, external: External) -> None:
+        """The tensor that this was made of has other values from now on: whoever reads it, reads another one."""
+        for tensor in [tensor for tensor, (place, _) in self._known.items() if place is external]:
+            del self._known[tensor]
+
     def _place(self, value: Any, external: Callable[[Tensor], External]) -> Any:
         if isinstance(value, torch.Generator):
             return Drawn(value.device, value.get_state())

@@ -126,7 +126,8 @@ class Plan:
         segments = self.segments()
         if not segments:
             return self._nothing_on(model)
-        return memory.apply(model, segments, host_memory=self.host_memory, compile=self.compile, **compile_options)
+        limit = self.host_memory if any(segment.home == "host" for segment in segments) else None
+        return memory.apply(model, segments, host_memory=limit, compile=self.compile, **compile_options)
 
     def _nothing_on(self, model: nn.Module) -> Applied:
         if not isinstance(model, nn.Module):
