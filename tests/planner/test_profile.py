@@ -78,9 +78,14 @@ def test_the_predicted_peak_is_that_of_a_real_step(make):
 
 def half_blind(profile):
     """The profile as if half of what is kept had been overlooked."""
+    return with_kept(profile, 0.5)
+
+
+def with_kept(profile, factor):
+    """The profile as if so many times as much were kept."""
 
     def seen(option):
-        return replace(option, kept=Line(option.kept.fixed / 2, option.kept.per_sample / 2))
+        return replace(option, kept=Line(option.kept.fixed * factor, option.kept.per_sample * factor))
 
     segments = [replace(one, options=tuple(seen(option) for option in one.options)) for one in profile.segments]
     return replace(profile, segments=tuple(segments))
@@ -104,6 +109,43 @@ def test_a_plan_that_takes_more_than_predicted_is_made_anew_until_it_fits():
     assert plan.peak_by_kind["unexplained"] > 0
     exact = until_verified(profile, feeding, sample, make).plan
     assert exact.measured.peak == pytest.approx(exact.peak, rel=0.03)
+
+
+def in_even_time(profile):
+    """The profile as if all parts took equally long: large micro-batches are faster, and so is no recompute."""
+    line = Line(1.0, 0.01)
+
+    def taking(option):
+        return replace(option, seconds=Line(2.0, 0.02) if option.state == State("inputs") else line)
+
+    segments = [
+        replace(one, forward_seconds=line, options=tuple(taking(option) for option in one.options))
+        for one in profile.segments
+    ]
+    return replace(profile, segments=tuple(segments), tail_forward_seconds=line, tail_backward_seconds=line)
+
+
+@pytest.mark.parametrize(("states", "one_forward"), [(FEW_STATES[:1], False), (FEW_STATES, True)])
+def test_a_plan_that_takes_less_than_predicted_makes_room_for_a_faster_one(states, one_forward):
+    """With one state by a larger micro-batch, and in one forward by less recompute."""
+    model, sample = gpt(8)
+    feeding, profile = profiled(model, sample, states=states, bandwidth=0.0)
+    profile = replace(in_even_time(profile), fixed={**profile.fixed, "others": 8 * 2**20})
+    memory = plan_for(profile, memory=2**40, global_batch=24, one_forward=True, curve=False).peak
+    made = []
+
+    def make(profile):
+        batch = 24 if one_forward else 120
+        made.append(plan_for(profile, memory=memory, global_batch=batch, one_forward=one_forward, curve=False))
+        return made[-1]
+
+    plan = until_verified(with_kept(profile, 1.3), feeding, sample, make).plan
+    assert 1 < len(made) <= 4
+    assert plan.seconds < made[0].seconds
+    assert plan.micro_batch > made[0].micro_batch or plan.states.count(FEW_STATES[1]) < made[0].states.count(
+        FEW_STATES[1]
+    )
+    assert plan.measured.peak <= memory
 
 
 def test_shortcuts_across_segments_are_within_a_few_percent_where_memory_is_not_scarce():
@@ -261,6 +303,20 @@ def test_other_versions_and_other_precisions_are_measured_anew(monkeypatch):
     monkeypatch.setattr(cache, "__version__", "9.9")
     keys.append(cache.key_of(Feeding(model), sample, cuts, {}))
     assert len(set(keys)) == len(keys)
+
+
+def test_profiles_of_an_older_format_are_passed_over_without_a_word(monkeypatch, caplog):
+    model, sample = gpt(2)
+    cuts = ["blocks.0", "blocks.1"]
+    with monkeypatch.context() as before:
+        before.setattr(cache, "FORMAT", 4)  # whose times may have had a floor, and whose bytes no correction downwards
+        measure(Feeding(model), sample, cuts, states=FEW_STATES)
+    (file,) = cache.folder().iterdir()
+    file.write_text("of old")
+    with caplog.at_level(logging.WARNING):
+        assert measure(Feeding(model), sample, cuts, states=FEW_STATES).device == "the CPU"
+    assert caplog.records == []
+    assert len(list(cache.folder().iterdir())) == 2
 
 
 def test_gradients_belong_to_the_segment_that_uses_their_parameters_last():

@@ -70,6 +70,42 @@ def test_of_plans_that_all_take_more_the_fastest_within_the_budget_is_taken(monk
     assert found(make).seconds == 5
 
 
+@pytest.mark.parametrize(("part", "is_right"), [(0.96, False), (0.98, True), (1.0, True), (1.02, True), (1.04, False)])
+def test_a_peak_is_right_if_it_differs_by_three_percent_at_most(part, is_right):
+    plan = plans()[0]
+    assert plan.peak * 1.04 < plan.memory
+    assert verify.is_as_predicted(plan, int(plan.peak * part)) == is_right
+
+
+def test_a_peak_beyond_the_budget_is_not_right_however_little_it_differs():
+    plan = replace(plans()[0], memory=plans()[0].peak)
+    assert verify.is_as_predicted(plan, plan.peak)
+    assert not verify.is_as_predicted(plan, plan.peak + 1)
+
+
+@pytest.mark.parametrize(("part", "sign"), [(0.8, -1), (1.2, 1)])
+def test_what_differed_is_allowed_for_in_the_next_plan(monkeypatch, part, sign):
+    (base, make), heard = plans(5, 4), []
+    taking(monkeypatch, (int(base.peak * part), 5.0), (base.peak, 4.0))
+
+    def listening(profile):
+        heard.append(profile)
+        return make(profile)
+
+    chosen = verify.until_verified(transformer(4), FEEDING, None, listening)
+    before, after = (profile.chain(1).fixed_bytes for profile in heard)
+    assert (after - before) * sign > 0
+    assert chosen.plan.seconds == 4
+    assert chosen.profile == heard[1]
+
+
+def test_a_plan_that_took_less_goes_with_the_profile_that_it_was_made_of(monkeypatch):
+    """With the corrected one the same plan would pass for a smaller one, when memory runs out."""
+    base, make = plans(5)
+    taking(monkeypatch, (int(base.peak * 0.8), 5.0))
+    assert verify.until_verified(transformer(4), FEEDING, None, make).profile == transformer(4)
+
+
 def test_a_plan_that_ran_out_of_memory_comes_last(monkeypatch):
     _, make = plans(4, 5, 6, 7)
     taking(monkeypatch, (20 * GIB, 4.0), None, (19 * GIB, 6.0), None)

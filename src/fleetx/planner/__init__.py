@@ -54,7 +54,7 @@ def plan(
     at; `"auto"` finds the model's blocks, and cuts each in two if whole ones do not fit. `precision` is the dtype of
     autocast. `even` allows only micro-batches of equal size. `bandwidth` is that of the host link in bytes per second,
     measured if not given. What was measured is kept on disk if `cached`. `verify=True` runs the plan on real
-    micro-batches, and plans anew if they need more.
+    micro-batches, and plans anew if they take more than the budget, or differ from the prediction by more than 3 %.
 
     The model, its gradients, buffers and all random generators are as before afterwards.
     """

@@ -1,4 +1,4 @@
-"""What a step costs at any micro-batch size: bytes and seconds as straight lines, from measurements at two sizes."""
+"""What a step costs at any micro-batch size: bytes and seconds as straight lines, from measurements at a few sizes."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,6 +10,7 @@ from fleetx.planner.chain import Chain, Option, Stage, State
 _BUSY = 1.04  # by so many times, at most, a sample takes longer in half the micro-batch if the device is busy
 _WAITING = 1.1  # times the expected seconds: there it waited
 _LAUNCHES = 0.3  # part of the seconds: what takes so long at all events are launches, which samples do not wait for
+_BELIEVED = 0.9  # part of what a real step took less: another plan may be wrong by less
 _LITTLE = 1e-3  # part of a backward that recompute and copies take at least: of equally fast plans, the simplest
 
 
@@ -35,17 +36,21 @@ class Line(NamedTuple):
     def of_time(cls, sizes: Sequence[int], values: Sequence[float]) -> "Line":
         """The seconds of something, from those at two sizes and maybe a far smaller one before them.
 
-        Where a sample takes longer in half the micro-batch, the device waited for its next kernel, unless all three
-        lie on a line: then it takes so long at all events, and beyond that what the larger size takes per sample.
+        Two give a straight line. With three, where a sample takes longer in half the micro-batch, the device waited for
+        its next kernel, unless all lie on a line: then it takes so long at all events, and beyond that what the larger
+        size takes per sample.
         """
         (small, large), (first, second) = sizes[-2:], values[-2:]
         line = cls.through(sizes[-2:], values[-2:])
-        waits_when_small = values[0] > line.at(sizes[0]) * _WAITING
-        if len(sizes) > 2 and not waits_when_small and line.fixed < _LAUNCHES * second:
+        if len(sizes) == 2:
             return line
+        waits_when_small = values[0] > line.at(sizes[0]) * _WAITING
+        if not waits_when_small and line.fixed < _LAUNCHES * second:
+            return line
+        floor = min(values)  # not the first: it may have been slow by chance, and then others were faster
         if first / small > second / large * _BUSY:
-            return cls(0.0, second / large, least=min(values))
-        return line._replace(least=values[0]) if waits_when_small else line
+            return cls(0.0, second / large, least=floor)
+        return line._replace(least=floor) if waits_when_small else line
 
     def at(self, micro_batch: int) -> float:
         """The amount at a micro-batch size."""
@@ -127,37 +132,42 @@ class Profile:
     update_bytes: int = 0
     bandwidth: float = 0.0  # bytes per second to the host and back, while computing; 0: nothing is sent
     reserve: Reserve = EXACTLY
-    sizes: tuple[int, int] = (1, 2)  # micro-batches at which it was measured
+    sizes: tuple[int, int] = (1, 2)  # micro-batches at which times were taken, the two largest
     device: str = ""
     compiled: bool = False
     couples_samples: bool = False  # batch norms, which see a micro-batch at a time
     notes: tuple[str, ...] = ()
-    unexplained: Line = NOTHING  # bytes that a real step took beyond the prediction, or fewer
+    unexplained: Line = NOTHING  # bytes that a real step took beyond the prediction
+    overrated: int = 0  # bytes that a real step did not take, though they were predicted
     gaps: Line = NOTHING  # bytes that the allocator does not find a use for, because they lie apart
     gradient_parts: tuple[int, ...] = ()  # bytes of each segment's gradients and of the tail's, if they may come late
     smallest: int = 1  # micro-batch that the model takes: some batch norms refuse a single sample
 
     def corrected(self, micro_batch: int, missing: int) -> "Profile":
-        """The same, after a real step took so many bytes more than was predicted."""
-        more = self.unexplained.per_sample + missing / self.reserve.factor / micro_batch
-        return replace(self, unexplained=Line(0.0, more))
+        """The same, after a real step took so many bytes more than was predicted; or less, if that is negative.
+
+        What was missing grows with the samples. What was too much is taken as constant, as what is added for the
+        allocator is: what one sample did not take would be absurd times 64. And a part of it only, to be cautious.
+        """
+        of_tensors = missing / self.reserve.factor
+        if missing > 0:
+            return replace(self, unexplained=Line(0.0, self.unexplained.per_sample + of_tensors / micro_batch))
+        return replace(self, overrated=self.overrated + int(-of_tensors * _BELIEVED))
 
     def chain(self, micro_batch: int, *, merged: bool = True) -> Chain:
         """The step at this micro-batch size, as one of several that are `merged`, or as the only one."""
         comes_late = bool(self.gradient_parts) and not merged
         fixed = {kind: 0 if comes_late and kind == "gradients" else size for kind, size in self.fixed.items()}
+        fixed |= {"batch": self.batch_bytes.bytes_at(micro_batch), "gaps": self.gaps.bytes_at(micro_batch)}
+        differs = self.unexplained.bytes_at(micro_batch) - self.overrated
         stages = [
             Stage(segment.name, segment.forward_seconds.at(micro_batch), self._options(segment, micro_batch, number))
             for number, segment in enumerate(self.segments)
         ]
         return Chain(
             tuple(stages),
-            fixed={
-                **fixed,
-                "batch": self.batch_bytes.bytes_at(micro_batch),
-                "gaps": self.gaps.bytes_at(micro_batch),
-                "unexplained": self.unexplained.bytes_at(micro_batch),
-            },
+            # What is fixed is no less than nothing: the correction may come from a micro-batch with many more samples.
+            fixed={**fixed, "unexplained": max(differs, -sum(fixed.values()))},
             tail_bytes=self.tail_bytes.bytes_at(micro_batch),
             tail_forward_seconds=self.tail_forward_seconds.at(micro_batch),
             tail_backward_seconds=self.tail_backward_seconds.at(micro_batch),

@@ -50,10 +50,7 @@ class Counting:
             if both is not None:
                 found[state] = both
         if not found:
-            raise torch.OutOfMemoryError(
-                f"measuring needs memory for {sizes[0]} samples with recompute, and the device has too little free. "
-                "Free some, or take shorter inputs."
-            )
+            raise self.trials.no_room(sizes[0])
         self.states = list(found)
         tails = [max(both[number].here.tail_bytes for both in found.values()) for number in range(2)]
         costs = [
@@ -67,24 +64,33 @@ class Counting:
     def _at_both(self, state: State, sizes: tuple[int, int]) -> list[Counted] | None:
         both = []
         for size in sizes:
-            possible = state != EVERYTHING or self.trials.everywhere(self._keeps_all(size))
-            counted = self._counted(state, size) if possible else None
-            if not self.trials.everywhere(counted is not None) or counted is None:
+            counted = self._counted(state, size) if self._may_try(state, size) else None
+            if counted is None:
                 self.notes.append(f"{state} could not be measured: {size} samples do not fit.")
                 return None
             both.append(counted)
         return both
 
+    def _may_try(self, state: State, size: int) -> bool:
+        """Whether there is room; a model without cuts has no other state, and is tried at all events."""
+        return state != EVERYTHING or not self.trials.cuts or self.trials.everywhere(self._keeps_all(size))
+
     def _keeps_all(self, size: int) -> bool:
         return self.trials.has_room(_WORKING * self.saved * size)
 
     def _counted(self, state: State, size: int) -> Counted | None:
-        """All segments in one state; None if that does not fit."""
+        """All segments in one state; None if that does not fit.
+
+        After each trial the workers agree on whether it fitted, so that none of them runs a further one alone.
+        """
         here = self._bytes(state, size)
-        if here is None or not self.sends:
-            return None if here is None else Counted(here, None)
+        if not self.trials.everywhere(here is not None) or here is None:
+            return None
+        if not self.sends:
+            return Counted(here, None)
         with all_worth_moving():
-            return Counted(here, self._bytes(state._replace(home="host"), size, here))
+            away = self._bytes(state._replace(home="host"), size, here)
+        return Counted(here, away if self.trials.everywhere(away is not None) else None)
 
     def _bytes(self, state: State, size: int, here: Bytes | None = None) -> Bytes | None:
         trials, batch = self.trials, self.trials.batch(size)

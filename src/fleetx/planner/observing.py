@@ -169,50 +169,94 @@ def bytes_of(step: Step, count: int, save: Save = "everything", here: Bytes | No
     assert step.end is not None
     base = step.start.bytes
     after, before = _filled(step.forward, count), _backward_marks(step, count)
-    totals = [step.start.sent, *(mark.sent for mark in after)]
-    sent = [b - a for a, b in pairwise(totals)]
+    sent = _sent_by_each(step.start, after)
     entering = [0, *(mark.passing for mark in after[:-1])] if count else []
-    # Inputs are sent when the segment begins and have left when it ends; the rest leaves while the next one runs.
-    first = {"everything": [0] * count, "dear": entering, "inputs": sent}[save]
-    leaving = [max(0, a - b) for a, b in zip(sent, first, strict=True)]
-    # After segment i's forward there are: what segments up to i keep; its output, which is the next one's input; and
-    # what is leaving. The output may be among that.
+    leaving = _still_leaving(sent, entering, save)
     twice = [0] * count if here is None else here.holds
-    through = [
-        max(0, after[i].bytes - base - leaving[i] - (after[i].passing - min(twice[i], leaving[i])))
-        for i in range(count)
-    ]
+    through = _kept_up_to_each(after, base, leaving, twice)
     if here is not None:
         # Whether all that left is gone, or somebody still has hold of it, shows when the next segment has ended. (The
         # last one is never sent, so that the end of the one before says nothing new.)
         through = [*through[1:-1], *through[-2:]]
     # What is there for a while only, a shortcut on its way, belongs to the points that it passes.
     below = [0, *(min(through[i:]) for i in range(count))]
-    # Before its backward there is the gradient of its output in the output's place; what is there beyond that is the
-    # output itself, which the segment then needs too.
-    holds = [
-        min(end.passing, max(0, mark.bytes - mark.passing - end.bytes + end.passing))
-        for end, mark in zip(after, before, strict=True)
-    ]
-    # When the backward comes to segment i, less may be there than its forward met: autocast keeps its copies of weights
-    # until the forward ends. Then there is what earlier segments keep, and of the last of them the gradient of its
-    # output, the output if it holds that, and what was fetched for it.
-    others = [mark.bytes - base - mark.passing - held for mark, held in zip(before[:-1], holds, strict=False)]
-    met = [0, *(max(0, other - away) for other, away in zip(others, sent, strict=False))] if count else []
-    met = [min(a, b) for a, b in zip(met, below, strict=False)]
-    peaks = [step.backward[i - 1].peak if i - 1 in step.backward else step.end.peak for i in range(count)]
-    last = before[-1].peak if count and (count - 1) in step.backward else step.end.peak
+    holds = _outputs_held(after, before)
+    met = _met_by_each_backward(before, base, holds, sent, below)
+    peaks, tail_peak = _backward_peaks(step, count)
     return Bytes(
         kept=[b - a for a, b in pairwise(below)],
         # As in what is kept, an output that two segments need is counted with the later one.
-        sent=[max(0, sent[i] - twice[i] + (twice[i - 1] if i else 0)) for i in range(count)],
+        sent=[max(0, sent[i] - twice[i] + _previous(twice, i)) for i in range(count)],
         holds=holds if here is None else [0] * count,
         entering=entering,
-        forward_bytes=[max(0, after[i].peak - base - below[i] - (leaving[i - 1] if i else 0)) for i in range(count)],
+        forward_bytes=[max(0, after[i].peak - base - below[i] - _previous(leaving, i)) for i in range(count)],
         # While one is repeated, the one before is being fetched.
-        backward_bytes=[max(0, peaks[i] - base - met[i] - (sent[i - 1] if i else 0)) for i in range(count)],
-        tail_bytes=max(0, max(step.turn.peak, last) - base - below[-1]),
+        backward_bytes=[max(0, peaks[i] - base - met[i] - _previous(sent, i)) for i in range(count)],
+        tail_bytes=max(0, max(step.turn.peak, tail_peak) - base - below[-1]),
     )
+
+
+def _previous(values: list[int], number: int) -> int:
+    """That of the segment before; the first one has none."""
+    return values[number - 1] if number else 0
+
+
+def _sent_by_each(start: Mark, after: list[Mark]) -> list[int]:
+    totals = [start.sent, *(mark.sent for mark in after)]
+    return [b - a for a, b in pairwise(totals)]
+
+
+def _still_leaving(sent: list[int], entering: list[int], save: Save) -> list[int]:
+    """Of what each segment sends, what is on its way when its forward ends.
+
+    Inputs are sent when the segment begins and have left when it ends; the rest leaves while the next one runs.
+    """
+    gone = {"everything": [0] * len(sent), "dear": entering, "inputs": sent}[save]
+    return [max(0, a - b) for a, b in zip(sent, gone, strict=True)]
+
+
+def _kept_up_to_each(after: list[Mark], base: int, leaving: list[int], twice: list[int]) -> list[int]:
+    """What segments up to each keep.
+
+    After a segment's forward there are that; its output, which is the next one's input; and what is leaving. The output
+    may be among that: then (`twice`) it is not subtracted twice.
+    """
+    return [
+        max(0, mark.bytes - base - away - (mark.passing - min(both, away)))
+        for mark, away, both in zip(after, leaving, twice, strict=True)
+    ]
+
+
+def _outputs_held(after: list[Mark], before: list[Mark]) -> list[int]:
+    """Of each segment's output, the bytes that it needs in its own backward.
+
+    Before that there is the gradient of the output in the output's place; what is there beyond that is the output.
+    """
+    return [
+        min(end.passing, max(0, mark.bytes - mark.passing - end.bytes + end.passing))
+        for end, mark in zip(after, before, strict=True)
+    ]
+
+
+def _met_by_each_backward(
+    before: list[Mark], base: int, holds: list[int], sent: list[int], below: list[int]
+) -> list[int]:
+    """What earlier segments keep when the backward comes to each.
+
+    That may be less than its forward met (`below`): autocast keeps its copies of weights until the forward ends. Beside
+    it there is, of the last of them, the gradient of its output, the output if it holds that, and what was fetched.
+    """
+    beside = zip(before[:-1], holds, sent, strict=False)
+    met = [max(0, mark.bytes - base - mark.passing - held - fetched) for mark, held, fetched in beside]
+    return [min(a, b) for a, b in zip([0, *met], below, strict=False)][: len(before)]
+
+
+def _backward_peaks(step: Step, count: int) -> tuple[list[int], int]:
+    """Of each segment's backward, which ends where that of the segment before begins; and of the tail's."""
+    assert step.end is not None
+    begins = {number: mark.peak for number, mark in step.backward.items()}
+    *peaks, tail = [begins.get(number - 1, step.end.peak) for number in range(count + 1)]
+    return peaks, tail
 
 
 def _filled(marks: list[Mark], count: int) -> list[Mark]:

@@ -1,4 +1,4 @@
-"""Measures a model: the bytes of each segment in each state, and its seconds, each at two micro-batches.
+"""Measures a model: the bytes of each segment in each state at two micro-batches, its seconds at up to three.
 
 The whole model runs and is watched at every cut: see `trials`. Nothing is left behind: see `untouched`. It begins with
 two samples and takes more only while plenty of memory is free.
@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 
 import torch
 from rich.console import Console
@@ -22,7 +23,7 @@ from fleetx.planner.costs import Line, Profile
 from fleetx.planner.counting import EVERYTHING, Counting
 from fleetx.planner.feeding import Feeding, bytes_per_sample
 from fleetx.planner.timing import Timing
-from fleetx.planner.tracing import trace
+from fleetx.planner.tracing import Trace, trace
 from fleetx.planner.trials import Trials
 from fleetx.planner.untouched import untouched
 from fleetx.planner.updating import cost_of_update, fixed_bytes
@@ -150,13 +151,15 @@ class _Measuring:
 
     @contextmanager
     def _progress(self) -> Iterator[Callable[[str], None]]:
-        """Shows what is being done; each state is announced twice."""
+        """Shows what is being done; each state is announced twice, and again if it is timed with fewer samples."""
         console = Console(stderr=True)
         with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
-            task = progress.add_task("measuring", total=2 * len(self.states))
+            parts = 2 * len(self.states)
+            task, said = progress.add_task("measuring", total=parts), count()
 
             def say(what: str) -> None:
-                progress.update(task, description=what, advance=1)
+                done = min(next(said), parts - 1)  # what is announced only begins
+                progress.update(task, description=what, completed=done)
 
             yield say
 
@@ -173,10 +176,10 @@ class _Measuring:
         return 1
 
     def _largest_block(self) -> float:
-        """Bytes per sample of the largest tensor that is saved for the backward; others are the weights' copies."""
-        few, more = self.seen, trace(self.feeding, self.trials.sample, samples=2 * self.seen.samples)
-        grown = [b - a for a, b in zip(few.blocks, more.blocks, strict=False)]
-        return max(grown, default=0) / (more.samples - few.samples)
+        """Bytes per sample of the largest tensor that is saved for the backward; 0 where none leaves gaps."""
+        if self.feeding.device.type != "cuda":
+            return 0.0
+        return _largest_growth(self.seen, trace(self.feeding, self.trials.sample, samples=2 * self.seen.samples))
 
     def _gradient_parts(self) -> tuple[int, ...]:
         """Bytes of the gradients that come into being in each segment's backward, and in the tail's.
@@ -196,3 +199,12 @@ class _Measuring:
                 place = sum(ends[name] < used for name in self.trials.cuts)
                 parts[place] += parameter.numel() * max(4, parameter.element_size())
         return tuple(parts)
+
+
+def _largest_growth(few: Trace, more: Trace) -> float:
+    """Bytes per sample of the saved tensor that grows most with the samples; copies of weights do not grow."""
+    if len(few.blocks) == len(more.blocks):
+        grown = max((b - a for a, b in zip(few.blocks, more.blocks, strict=True)), default=0)
+    else:  # which of them are the same is not known
+        grown = max(more.blocks, default=0) - max(few.blocks, default=0)
+    return max(0, grown) / (more.samples - few.samples)

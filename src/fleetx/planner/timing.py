@@ -15,13 +15,14 @@ import torch
 
 from fleetx.planner.chain import State, evaluate
 from fleetx.planner.costs import Line, OptionCost, Profile, SegmentCost
+from fleetx.planner.counting import EVERYTHING
 from fleetx.planner.observing import Figures, Watch, seconds_of
 from fleetx.planner.tracing import Trace
 from fleetx.planner.trials import MOST_SAMPLES, Trials
 from fleetx.slicing import Batch
 
-_WARM_UP, _ROUNDS = 2, 2
-_BUSY = 1.93  # twice the samples take so many times as long
+_WARM_UP, _ROUNDS = 2, 3
+_ALMOST_TWICE = 1.93  # times as long for twice the samples: the device is busy
 
 
 class Seconds(NamedTuple):
@@ -41,20 +42,23 @@ class Timing:
         self.states = list(states)
         self.kinds = kinds_of(seen, trials.cuts)
         self.frugal = State("inputs") if State("inputs") in states else states[-1]  # what the others do
+        self._steps: dict[int, float | None] = {}  # seconds by size
 
     def profile(self, sizes: tuple[int, ...], say: Callable[[str], None]) -> Profile:
         """What was counted, with times from these sizes: two, and maybe a far smaller one before them."""
-        taken: dict[State, list[Seconds]] = {}
-        for state in self.states:
-            say(f"timing: {state}")
-            all_sizes = self._at_all(state, sizes)
-            if all_sizes is not None:
-                taken[state] = all_sizes
+        taken = self._taken(sizes, say)
         if not taken and sizes != self.counted.sizes:
             return self.profile(self.counted.sizes, say)
-        plain = next(iter(taken.values()))
+        if not taken:
+            raise self.trials.no_room(sizes[0])
+        plain = _plain(taken)
         segments = [
             _timed(segment, kind, sizes, taken) for segment, kind in zip(self.counted.segments, self.kinds, strict=True)
+        ]
+        left_out = [
+            f"{state} could not be timed: {sizes[-1]} samples do not fit."
+            for state in self.states
+            if state not in taken
         ]
         return replace(
             self.counted,
@@ -62,41 +66,60 @@ class Timing:
             tail_forward_seconds=Line.of_time(sizes, [one.tail[0] for one in plain]),
             tail_backward_seconds=Line.of_time(sizes, [one.tail[1] for one in plain]),
             sizes=(sizes[-2], sizes[-1]),
+            notes=(*self.counted.notes, *left_out),
         )
 
     def sizes(self) -> tuple[int, ...]:
         """Those at which bytes were counted; larger ones too, if the device is not yet busy with these and has room."""
-        size = smallest = self.counted.sizes[0]
-        before = 0.0  # not yet known
-        while 4 * size <= MOST_SAMPLES and all(self._members(state, 4 * size) is not None for state in self.states):
-            before = before or self._step_seconds(size)
-            now = self._step_seconds(2 * size)
-            if self.trials.everywhere(now >= _BUSY * before):
-                break
-            size, before = 2 * size, now
-        return (size, 2 * size) if size == smallest else (smallest, size, 2 * size)
+        smallest, size = self.counted.sizes
+        while self._may_grow_to(2 * size) and self._waits_at(size) and self._step_seconds(2 * size) is not None:
+            size *= 2
+        return self.counted.sizes if size == self.counted.sizes[1] else (smallest, size // 2, size)
 
-    def _step_seconds(self, size: int) -> float:
-        batch, count = self.trials.batch(size), len(self.trials.cuts)
-        with self.trials.watched([self.frugal] * count) as (watch, _):
-            rounds = _timed_rounds(watch, batch, count)
-        return min(sum(one.forward_seconds) + sum(one.backward_seconds) + sum(one.tail_seconds) for one in rounds)
+    def _may_grow_to(self, size: int) -> bool:
+        return size <= MOST_SAMPLES and all(self._members(state, size) is not None for state in self.states)
+
+    def _waits_at(self, size: int) -> bool:
+        """Whether the device waits for its next kernel: on some worker half the samples take clearly more than half."""
+        half, whole = self._step_seconds(size // 2), self._step_seconds(size)
+        if half is None or whole is None:
+            return False
+        return not self.trials.everywhere(whole >= _ALMOST_TWICE * half)
+
+    def _step_seconds(self, size: int) -> float | None:
+        """Of a frugal step; None if it did not fit on some worker."""
+        if size not in self._steps:
+            rounds = self._rounds([self.frugal] * len(self.kinds), size)
+            fits = self.trials.everywhere(rounds is not None)
+            self._steps[size] = min(map(_whole_step, rounds)) if fits and rounds is not None else None
+        return self._steps[size]
+
+    def _taken(self, sizes: tuple[int, ...], say: Callable[[str], None]) -> dict[State, list[Seconds]]:
+        """The states that there was room for at all sizes."""
+        taken: dict[State, list[Seconds]] = {}
+        for state in self.states:
+            say(f"timing: {state}")
+            at_all = self._at_all(state, sizes)
+            if at_all is not None:
+                taken[state] = at_all
+        return taken
 
     def _at_all(self, state: State, sizes: tuple[int, ...]) -> list[Seconds] | None:
-        seconds = [self._seconds(state, size) for size in sizes]
-        found = [one for one in seconds if one is not None]
-        return found if self.trials.everywhere(len(found) == len(sizes)) else None
+        found = []
+        for size in sizes:
+            seconds = self._seconds(state, size)
+            if not self.trials.everywhere(seconds is not None) or seconds is None:
+                return None
+            found.append(seconds)
+        return found
 
     def _seconds(self, state: State, size: int) -> Seconds | None:
         """Of the segments that have the state; None if there is no room."""
         members = self._members(state, size)
         if members is None:
             return None
-        batch, count = self.trials.batch(size), len(self.trials.cuts)
-        try:
-            with self.trials.watched(self._states(state, members)) as (watch, _):
-                rounds = _timed_rounds(watch, batch, count)
-        except torch.OutOfMemoryError:
+        rounds = self._rounds(self._states(state, members), size)
+        if rounds is None:
             return None
         halves = [statistics.median(one.tail_seconds[half] for one in rounds) for half in (0, 1)]
         return Seconds(
@@ -105,16 +128,33 @@ class Timing:
             (halves[0], halves[1]),
         )
 
+    def _rounds(self, states: Sequence[State], size: int) -> list[Figures] | None:
+        """The times of some steps; None if they do not fit."""
+        try:
+            with self.trials.watched(states) as (watch, _):
+                return _timed_rounds(watch, self.trials.batch(size), len(states))
+        except torch.OutOfMemoryError:
+            return None
+
     def _members(self, state: State, size: int) -> list[int] | None:
         """Numbers of the segments that get the state, of each kind as many as there is room for; None if for none."""
+        everyone = list(range(len(self.kinds)))
+        if size <= self.counted.sizes[1]:
+            return everyone  # as in counting, where that has just fitted
+        if state == self.frugal:  # with fewer members the step is the same
+            return everyone if self._has_room(state, everyone, size) else None
         every, least = 1, len(set(self.kinds))
         while True:
             members = [number for number, place in enumerate(self._places()) if place % every == 0]
-            if self.trials.everywhere(self.trials.has_room(self._needed(self._states(state, members), size))):
+            if self._has_room(state, members, size):
                 return members
             if len(members) == least:
                 return None
             every *= 2
+
+    def _has_room(self, state: State, members: Sequence[int], size: int) -> bool:
+        needed = self._needed(self._states(state, members), size)
+        return self.trials.everywhere(self.trials.has_room(needed))
 
     def _places(self) -> list[int]:
         """For each segment how many of its kind come before it."""
@@ -124,8 +164,8 @@ class Timing:
         return [state if number in members else self.frugal for number in range(len(self.kinds))]
 
     def _needed(self, states: Sequence[State], size: int) -> int:
-        """Bytes beside those that are there already."""
-        chain = self.counted.chain(size)
+        """Bytes beside those that are there already; trials do not update the weights."""
+        chain = replace(self.counted.chain(size), update_bytes=0)
         options = [[option.state for option in stage.options] for stage in chain.stages]
         choice = [there.index(state) for there, state in zip(options, states, strict=True)]
         return evaluate(chain, choice).peak - chain.fixed_bytes
@@ -143,9 +183,18 @@ def _timed_rounds(watch: Watch, batch: Batch, count: int) -> list[Figures]:
     return [seconds_of(step, count) for step in watch.steps(batch, _WARM_UP + _ROUNDS)[_WARM_UP:]]
 
 
+def _whole_step(figures: Figures) -> float:
+    return sum(figures.forward_seconds) + sum(figures.backward_seconds) + sum(figures.tail_seconds)
+
+
+def _plain(taken: dict[State, list[Seconds]]) -> list[Seconds]:
+    """Those of the state that does nothing beside the forward and the backward, if it was timed."""
+    return taken.get(EVERYTHING) or next(iter(taken.values()))
+
+
 def _timed(segment: SegmentCost, kind: int, sizes: tuple[int, ...], taken: dict[State, list[Seconds]]) -> SegmentCost:
     """A segment with times; states that were not timed are left out."""
-    forward = [one.forward[kind] for one in next(iter(taken.values()))]
+    forward = [one.forward[kind] for one in _plain(taken)]
 
     def line(option: OptionCost) -> Line:
         at_all = taken[option.state._replace(home="device")]

@@ -72,6 +72,14 @@ class Trials:
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return size <= _SHARE * free
 
+    def no_room(self, samples: int) -> torch.OutOfMemoryError:
+        """What is to be raised if not even so many samples could be tried."""
+        how = " with recompute" if self.cuts else ""
+        return torch.OutOfMemoryError(
+            f"measuring needs memory for {samples} samples{how}, and the device has too little free. "
+            "Free some, or take shorter inputs."
+        )
+
     def free(self) -> None:
         """Give back what the allocator has to spare."""
         if self.on_gpu:

@@ -91,7 +91,7 @@ def _forget_late_gradients(plan: Plan, feeding: Feeding) -> None:
 
 
 class Verified(NamedTuple):
-    """A plan after real micro-batches, and the profile with what these showed."""
+    """A plan after real micro-batches, and its profile, with what these took beyond it."""
 
     plan: Plan
     profile: Profile
@@ -130,7 +130,8 @@ def until_verified(
         missing = peak - plan.peak
         # More each time: another plan is wrong by another amount.
         profile = profile.corrected(plan.micro_batch, missing * (1 + attempt) if missing > 0 else missing)
-        tried[-1] = tried[-1]._replace(verified=Verified(ran, profile))
+        if missing > 0:  # where less was taken, the plan goes with the figures that it was made of: they are safe
+            tried[-1] = tried[-1]._replace(verified=Verified(ran, profile))
     return min(tried, key=lambda one: one[:2]).verified
 
 
