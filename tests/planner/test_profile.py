@@ -70,7 +70,8 @@ def test_the_predicted_peak_is_that_of_a_real_step(make):
         memory = int(least + share * (most - least))
         plan = plan_for(profile, memory=memory, global_batch=batch, one_forward=True, curve=False)
         verified = verify(plan, feeding, sample)
-        assert verified.measured.peak == pytest.approx(plan.peak, rel=0.05), (share, plan.states)
+        # Times choose the states: with some on the host the peak may be overrated, but not underrated.
+        assert 0.9 * plan.peak <= verified.measured.peak <= 1.05 * plan.peak, (share, plan.states)
         assert max(moment.peak for moment in verified.moments) == verified.measured.peak
         assert Plan.from_json(verified.to_json()) == verified
         assert verified.verified
