@@ -1,6 +1,7 @@
 """Putting a plan on a model and taking it off: what is named, what is refused, what the model looks like then."""
 
 import copy
+import gc
 import io
 import pickle
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from fleetx import memory
 from fleetx.memory import Segment
+from fleetx.memory.running import active_run
 from tests.memory.comparing import STATES, assert_equal_outcomes, assert_exact, cycled, step
 from tests.memory.test_structures import example
 from tests.memory.zoo import MODELS, gpt, normal, resnet, vit
@@ -319,6 +321,10 @@ def test_a_part_of_a_model_can_have_a_plan_of_its_own():
     assert_exact_beside(built)
     memory.apply(built.model, ["images", "texts.0", "texts.1"], save="dear")
     assert_exact_beside(built)
+    gc.collect()
+    assert active_run() is None
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert memory.resident_on("cpu") == (0, 0)
 
 
 def assert_exact_beside(built):

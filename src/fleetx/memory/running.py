@@ -51,6 +51,9 @@ def no_run() -> Iterator[None]:
     try:
         yield
     finally:
+        # Of a model within that has a plan of its own: it is not told if it is left because enough was computed.
+        while (left := active_run()) is not None:
+            left.end(failed=True)
         _active.run = outer
 
 
