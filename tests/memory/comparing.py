@@ -151,7 +151,8 @@ def assert_exact(
     applied = memory.apply(ours, segments, **options)
     if options.get("compile"):
         names = [one if isinstance(one, str) else one.until for one in segments]
-        memory.apply(plain, names, save="everything", compile=True)
+        compiling = {name: options[name] for name in ("compile", "options") if name in options}
+        memory.apply(plain, names, save="everything", **compiling)
     for number in range(steps):
         outcomes = []
         for model in (plain, ours):

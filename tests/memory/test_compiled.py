@@ -27,5 +27,8 @@ def test_compiled_segments_equal_the_compiled_plain_run(model, state):
 @pytest.mark.parametrize("state", ["inputs", "dear", "mixed"])
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model_compiled_equals_its_compiled_plain_run(model, state, precision):
+    """Dear outputs in low precision: only if the compiler rounds where eager code does."""
     example = MODELS[model]()
-    assert_exact(example, cycled(example.cuts["blocks"], STATES[state]), precision, steps=2, compile=True)
+    rounding = {"options": {"emulate_precision_casts": True}} if precision == "bf16" and state != "inputs" else {}
+    segments = cycled(example.cuts["blocks"], STATES[state])
+    assert_exact(example, segments, precision, steps=2, compile=True, **rounding)
