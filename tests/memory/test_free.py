@@ -134,20 +134,28 @@ class Branching(nn.Module):
         return self.third(self.second(hidden if self.skips else self.first(hidden)))
 
 
-def test_a_forward_that_goes_another_way_keeps_what_it_cannot_repeat():
-    def made(segments):
+def assert_same_gradients(make, segments, prepare=lambda model, number: None, steps=6):
+    """Gradients that add up over steps are those of the plain run; `prepare` is called before each."""
+    found = []
+    for cut in (True, False):
         torch.manual_seed(0)
-        model = Branching().double()
-        if segments:
+        model = make().double()
+        if cut:
             memory.apply(model, segments)
         torch.manual_seed(1)
-        for skips in (False, False, True, False, True, True):
-            model.skips = skips
+        for number in range(steps):
+            prepare(model, number)
             model(torch.randn(4, 8, dtype=torch.double)).square().mean().backward()
-        return [parameter.grad for parameter in model.parameters()]
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
-    ours = made([Segment("first", "everything"), Segment("second"), Segment("third", "everything")])
-    assert all(torch.equal(a, b) for a, b in zip(ours, made([]), strict=True))
+
+def test_a_forward_that_goes_another_way_keeps_what_it_cannot_repeat():
+    def prepare(model, number):
+        model.skips = number in (2, 4, 5)
+
+    segments = [Segment("first", "everything"), Segment("second"), Segment("third", "everything")]
+    assert_same_gradients(Branching, segments, prepare)
 
 
 class Reader(nn.Module):
@@ -247,18 +255,7 @@ class Flagged(nn.Module):
 
 
 def test_a_module_that_writes_in_one_of_its_calls_is_always_watched():
-    def made(segments):
-        torch.manual_seed(0)
-        model = OneForTwo().double()
-        if segments:
-            memory.apply(model, segments)
-        torch.manual_seed(1)
-        for _ in range(5):
-            model(torch.randn(4, 8, dtype=torch.double)).square().mean().backward()
-        return [parameter.grad for parameter in model.parameters()]
-
-    ours = made([Segment("start"), Segment("first"), Segment("last", "everything")])
-    assert all(torch.equal(a, b) for a, b in zip(ours, made([]), strict=True))
+    assert_same_gradients(OneForTwo, [Segment("start"), Segment("first"), Segment("last", "everything")])
 
 
 class Leaving(nn.Module):
@@ -402,16 +399,7 @@ def test_a_segment_that_ran_freely_and_should_have_been_repeated_keeps_everythin
             hidden = self.shared(hidden)
             return self.repeated(hidden) if self.other else self.kept(hidden)
 
-    def made(segments):
-        torch.manual_seed(0)
-        model = Either().double()
-        if segments:
-            memory.apply(model, segments)
-        torch.manual_seed(1)
-        for other in (False, False, False, True, True, False):
-            model.other = other
-            model(torch.randn(4, 8, dtype=torch.double)).square().mean().backward()
-        return [parameter.grad for parameter in model.parameters()]
+    def prepare(model, number):
+        model.other = number in (3, 4)
 
-    ours = made([Segment("kept", "everything"), Segment("repeated")])
-    assert all(torch.equal(a, b) for a, b in zip(ours, made([]), strict=True))
+    assert_same_gradients(Either, [Segment("kept", "everything"), Segment("repeated")], prepare)

@@ -1,6 +1,5 @@
 """Puts a plan on a model, and takes it off again: by hooks alone, the model itself is not rewritten."""
 
-import difflib
 import inspect
 import sys
 import warnings
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from fleetx.memory import randomness
+from fleetx.memory.asking import require_compile_options, require_list, require_name, require_use_of_host
 from fleetx.memory.buffers import Watch
 from fleetx.memory.compiling import SharedCompilations
 from fleetx.memory.dear import KINDS
@@ -21,9 +21,6 @@ from fleetx.memory.recording import Recorder
 from fleetx.memory.running import Run, active_run, end_stale
 from fleetx.memory.states import Home, Save, Segment
 from fleetx.units import parse_bytes
-
-COMPILE_OPTIONS = ("fullgraph", "dynamic", "backend", "mode", "options")
-"""What torch.compile takes besides the function."""
 
 
 def apply(
@@ -47,17 +44,18 @@ def apply(
     >>> model(torch.ones(2, 4)).sum().backward()
     >>> applied.remove()
     """
-    _require_compile_options(compile, compile_options)
-    listed = _require_list(segments)
+    own = [name for name in inspect.signature(apply).parameters if name != "compile_options"]
+    require_compile_options(compile, compile_options, own)
+    listed = require_list(segments)
     _require_unwrapped(model)
     for number, one in enumerate(listed):
-        _require_name(number, one, model)
+        require_name(number, one, model)
     wanted = [one if isinstance(one, Segment) else Segment(one, save, home) for one in listed]
     if not wanted:
         raise ValueError("recompute needs at least one output where the model is cut, got none: name modules.")
     limit = None if host_memory is None else parse_bytes(host_memory)
     if limit is not None:
-        _require_use_of_host(host_memory, wanted)
+        require_use_of_host(host_memory, wanted)
     cuts = find_cuts(model, wanted)
     _require_parts_as_a_whole(model, cuts)
     experience = Experience(cuts, host_memory=limit)
@@ -65,52 +63,6 @@ def apply(
     if compile:
         applied.compile(**compile_options)
     return applied.install()
-
-
-def _require_list(segments: object) -> Sequence[Any]:
-    if isinstance(segments, str):
-        raise TypeError(
-            f"segments must be a list of names or Segments, got the text {segments!r}: write [{segments!r}]."
-        )
-    if not isinstance(segments, Sequence) or isinstance(segments, (bytes, bytearray)):
-        raise TypeError(
-            f"segments must be a list of names or Segments, got a value of type {type(segments).__name__}: write for "
-            "example ['encoder.layer.*']."
-        )
-    return segments
-
-
-def _require_name(number: int, one: object, model: nn.Module) -> None:
-    if isinstance(one, (str, Segment)):
-        return
-    names = [name for name, module in model.named_modules() if module is one and name]
-    raise TypeError(
-        f"segments must be a list of names or Segments, and segments[{number}] is of type {type(one).__name__}: write "
-        + (f"its name, {names[0]!r}." if names else "the name of a module, for example 'encoder.layer.0'.")
-    )
-
-
-def _require_use_of_host(host_memory: object, wanted: Sequence[Segment]) -> None:
-    """A limit on what is not used would be in vain, and nobody would know."""
-    if all(segment.home != "host" for segment in wanted):
-        raise ValueError(
-            f"host_memory limits what waits on the host, got {host_memory!r} and no segment with home='host': set "
-            "home='host', or leave host_memory out."
-        )
-
-
-def _require_compile_options(compile: object, options: dict[str, Any]) -> None:
-    if not isinstance(compile, bool):
-        raise TypeError(f"compile must be True or False, got {compile!r}.")
-    unknown = [name for name in options if name not in COMPILE_OPTIONS]
-    if unknown:
-        own = [name for name in inspect.signature(apply).parameters if name != "compile_options"]
-        near = difflib.get_close_matches(unknown[0], [*own, *COMPILE_OPTIONS], n=1, cutoff=0.5)
-        raise TypeError(
-            f"memory.apply has no option {unknown[0]!r}" + (f"; did you mean {near[0]!r}?" if near else ".")
-        )
-    if options and not compile:
-        raise ValueError(f"{', '.join(options)} are options of torch.compile: set compile = True, or leave them out.")
 
 
 class Applied:

@@ -14,6 +14,26 @@ from fleetx.memory.surroundings import Surroundings
 from fleetx.memory.tape import version_of
 
 
+class Inputs:
+    """The tensors that a module is given, as they are before it runs."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors, self._versions = tensors, [version_of(tensor) for tensor in tensors]
+
+    def written(self) -> set[int]:
+        """Which of them were written to since."""
+        return {i for i, (t, v) in enumerate(zip(self.tensors, self._versions, strict=True)) if version_of(t) != v}
+
+
+class FreeRun:
+    """A module that runs as if the model were not cut, while it runs."""
+
+    def __init__(self, module: nn.Module, tensors: list[Tensor]) -> None:
+        self.module = module
+        self.inputs = Inputs(tensors)
+        self.under: Any = None  # the hooks of others that see what it saves
+
+
 class Leaf:
     """A module that runs as a whole, while it runs."""
 
@@ -28,7 +48,7 @@ class Leaf:
         dear: Noted | None,
     ) -> None:
         self.module, self.noted, self.snapshot, self.where = module, noted, snapshot, where
-        self.tensors, self.versions = tensors, [version_of(tensor) for tensor in tensors]
+        self.inputs = Inputs(tensors)
         self.first = first  # number of the first tensor that is saved
         self.dear = dear
         self.callee: Callable[..., Any] = module
@@ -41,10 +61,6 @@ class Leaf:
             self._inside.enter_context(compilations.saving(state))
         elif self.dear is not None:
             self._inside.enter_context(Saving(self.dear))
-
-    def written(self) -> set[int]:
-        """Which of its inputs the module wrote to."""
-        return {i for i, (t, v) in enumerate(zip(self.tensors, self.versions, strict=True)) if version_of(t) != v}
 
     def leave(self) -> None:
         """Undo what was done for the module."""

@@ -16,7 +16,7 @@ from fleetx.memory import dear, randomness
 from fleetx.memory.buffers import modules_of
 from fleetx.memory.checking import LateFillers, checksum
 from fleetx.memory.experience import Experience, Learned
-from fleetx.memory.leaf import Leaf
+from fleetx.memory.leaf import FreeRun, Leaf
 from fleetx.memory.names import Cuts, operation_name
 from fleetx.memory.recompute import Frame, Kept, Saved, unchanged
 from fleetx.memory.recording import Recorder, drop_deaf
@@ -433,7 +433,7 @@ class Run:
         """A module that nobody watched ends. Should it have written to something, it is watched from now on."""
         free = self._free
         assert free is not None
-        self.experience.note_written(free.module, free.written())
+        self.experience.note_written(free.module, free.inputs.written())
         if _top_hooks() != free.under:
             self.end(failed=True)  # it left hooks of somebody's, under which ours cannot be put any more
             return
@@ -442,10 +442,10 @@ class Run:
 
     def _learn_written(self, leaf: "Leaf") -> None:
         """A module has run: now it is known to which of its inputs it writes."""
-        written = leaf.written()
+        written = leaf.inputs.written()
         self.experience.note_written(leaf.module, written)
-        self._after_write([tensor for place, tensor in enumerate(leaf.tensors) if place in written])
-        for tensor in leaf.tensors:
+        self._after_write([tensor for place, tensor in enumerate(leaf.inputs.tensors) if place in written])
+        for tensor in leaf.inputs.tensors:
             for _, external in self._readers_of(pointer_of(tensor) or 0):
                 external.uncopy()
 
@@ -464,19 +464,6 @@ class Run:
         if leaf is not None:
             leaf.leave()
         return leaf
-
-
-class FreeRun:
-    """A module that runs as if the model were not cut, while it runs."""
-
-    def __init__(self, module: nn.Module, inputs: list[Tensor]) -> None:
-        self.module = module
-        self.inputs, self.versions = inputs, [version_of(tensor) for tensor in inputs]
-        self.under: Any = None  # the hooks of others that see what it saves
-
-    def written(self) -> set[int]:
-        """Which of its inputs the module wrote to."""
-        return {i for i, (t, v) in enumerate(zip(self.inputs, self.versions, strict=True)) if version_of(t) != v}
 
 
 class Begun(NamedTuple):
