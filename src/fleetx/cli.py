@@ -245,7 +245,9 @@ def bench_memory(
 @bench.command("plan")
 def bench_plan(
     out: Annotated[Path, typer.Option(help="Where results are saved, and found again.")] = RESULTS,
-    only: Annotated[str | None, typer.Option(help="Only cases whose name contains this.")] = None,
+    only: Annotated[
+        str | None, typer.Option(help="Only what this regular expression is found in, such as 'bert_large in 32'.")
+    ] = None,
     seconds: Annotated[float | None, typer.Option(help="Stop after so long; the next run goes on from there.")] = None,
     compile: Annotated[bool, typer.Option(help="Compiled segments.")] = False,
     tiny: Annotated[bool, typer.Option(help="Small models on a simulated device, on any machine.")] = False,

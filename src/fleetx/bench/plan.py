@@ -4,15 +4,17 @@ For each model and budget the chosen plan is run first and last, and in between 
 and ten random ones, all within the same budget. Everything is saved after each run; what is saved is not run again.
 """
 
+import re
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fleetx.bench.planning.cases import CASES, TINY_CASES, Case
-from fleetx.bench.planning.measuring import Bench, OutOfTime
+from fleetx.bench.planning.measuring import Bench, OutOfTime, key_of
 from fleetx.bench.results import save_result, so_far
 from fleetx.notices import tell_once
 from fleetx.units import format_bytes
@@ -28,8 +30,8 @@ TINY_WHAT = "Small models in fp32 on a simulated device of the stated size"
 def measure(
     folder: Path, *, tiny: bool = False, only: str | None = None, seconds: float | None = None, compile: bool = False
 ) -> tuple[dict[str, Any], Path, bool]:
-    """All cases whose name contains `only`: the results, their file, and whether all of it was measured in time."""
-    name = "plan-tiny" if tiny else "plan"
+    """All cases and budgets that `only` is found in: the results, their file, and whether there was time for all."""
+    name = "plan-tiny" if tiny else "plan-compiled" if compile else "plan"
     path = folder / f"{name}.json"
     results = so_far(path) or {}
     ends = None if seconds is None else time.monotonic() + seconds
@@ -46,7 +48,7 @@ def measure(
     if tiny:
         torch.set_num_threads(1)  # what is tiny takes longer with more
     try:
-        for case in chosen(TINY_CASES if tiny else CASES, only):
+        for case in chosen(TINY_CASES if tiny else CASES, only or ""):
             bench.measure(case)
     except OutOfTime:
         return results, path, False
@@ -55,11 +57,16 @@ def measure(
     return results, path, True
 
 
-def chosen(cases: Sequence[Case], only: str | None) -> list[Case]:
-    """Cases by a part of their name, as far as their libraries are installed; those left out are named."""
-    wanted = [case for case in cases if only is None or only in case.name]
+def chosen(cases: Sequence[Case], only: str) -> list[Case]:
+    """Cases by name and budget, as far as their libraries are installed; those left out are named."""
+    found = [
+        replace(case, budgets=[budget for budget in case.budgets if re.search(only, key_of(case, budget))])
+        for case in cases
+    ]
+    wanted = [case for case in found if case.budgets]
     if not wanted:
-        raise ValueError(f"no case has {only!r} in its name: choose among {', '.join(case.name for case in cases)}.")
+        there = ", ".join(key_of(case, budget) for case in cases for budget in case.budgets)
+        raise ValueError(f"nothing that is measured is called {only!r}: choose among {there}.")
     for case in wanted:
         if not case.is_possible:
             tell_once(f"bench.{case.name}", f"{case.name} is left out: it comes from {case.needs}, not installed here.")

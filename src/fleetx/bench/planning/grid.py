@@ -30,7 +30,8 @@ def rivals(profile: Profile, global_batch: int, memory: int, *, one_forward: boo
     """
     sizes = [global_batch] if one_forward else _powers_of_two(global_batch)
     by_hand = []
-    for name, states in _patterns(profile):
+    for name, asked in _patterns(profile):
+        states = _possible(profile, asked)
         fitting = [size for size in sizes if _may_fit(profile, size, size < global_batch, states, memory)]
         by_hand += [Rival(f"{name}, {size}", size, states) for size in fitting[-2:]]
     return by_hand[-BY_HAND:] + _at_random(profile, sizes, global_batch, memory, random.Random(seed))
@@ -56,6 +57,14 @@ def _patterns(profile: Profile) -> Iterator[tuple[str, tuple[State, ...]]]:
     if profile.bandwidth:
         yield "all computed again, on the host", _last_stays((AWAY,) * count)
         yield "every 2. kept, others on the host", _last_stays(_every(count, 2, AWAY))
+
+
+def _possible(profile: Profile, states: Sequence[State]) -> tuple[State, ...]:
+    """Where nothing of a segment can wait on the host, as of the first one, its inputs stay."""
+    offered = [{option.state for option in stage.options} for stage in profile.chain(1).stages]
+    return tuple(
+        state if state in there else state._replace(home="device") for state, there in zip(states, offered, strict=True)
+    )
 
 
 def _every(count: int, every: int, other: State) -> tuple[State, ...]:

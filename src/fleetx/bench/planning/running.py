@@ -15,7 +15,8 @@ from fleetx.planner.feeding import Feeding, placed, resized
 from fleetx.planner.plan import Plan
 from fleetx.slicing import Batch, map_tensors
 
-_TIMED = 6  # micro-batches
+_FEWEST, _MOST = 3, 6  # micro-batches that are timed
+_SECONDS = 1.0  # so long, if it is no fewer and no more than these
 
 
 class Ran(NamedTuple):
@@ -62,8 +63,8 @@ class Runner:
 
     def _run(self, plan: Plan, memory: int | None) -> Ran:
         batch = placed(resized(self.sample, plan.micro_batch), self.feeding.device)
-        count = min(plan.k_steps, _TIMED)
-        self._update(batch, min(count, 2))
+        first, _ = self._update(batch, min(plan.k_steps, 2))
+        count = min(plan.k_steps, max(_FEWEST, min(_MOST, round(_SECONDS / first))))
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
         retried = self._retries()
