@@ -159,7 +159,8 @@ def assert_exact(
             torch.manual_seed(1000 + number)
             outcomes.append(step(model, example.batch(number), example.loss, precision))
         assert_equal_outcomes(outcomes[1], outcomes[0])
-        assert_nothing_left(applied)
+        # Where a graph breaks, the compiler knows the frames that called it until garbage is collected.
+        assert_nothing_left(applied, collect=bool(options.get("compile")))
     return applied
 
 

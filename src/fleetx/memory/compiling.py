@@ -1,7 +1,11 @@
 """Compilations of modules that run as a whole: one for all that are alike."""
 
+import importlib
 import itertools
+import sys
 import threading
+import traceback
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -9,11 +13,13 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fleetx.memory.dear import is_dear
-from fleetx.memory.states import Segment
+
+Kinds = tuple[str, ...]
 
 _numbers = itertools.count()
 
@@ -26,8 +32,11 @@ class SharedCompilations:
     """
 
     def __init__(self, **options: Any) -> None:
+        importlib.import_module("torch._dynamo")  # so that hooks are shielded from the first forward on
         self.options = options
         self._functions: dict[tuple[Any, ...], Callable[..., Any]] = {}
+        self._undivided: set[tuple[Any, ...]] = set()  # of which the compiler cannot save dear outputs alone
+        self._copies: dict[tuple[Any, ...], Copies] = {}
         self._likeness: dict[int, tuple[Any, ...]] = {}
         self._local = threading.local()
         # Part of what is compiled for: hooks that are added after a compilation never fire.
@@ -50,21 +59,25 @@ class SharedCompilations:
                 del module.forward
 
     @contextmanager
-    def saving(self, state: Segment) -> Iterator[None]:
-        """Inside, compiled forwards save what the segment's state asks for."""
-        outer, self._local.dear = self._dear, state.dear if state.save == "dear" else None
-        try:
-            yield
-        finally:
-            self._local.dear = outer
+    def saving(self, dear: Kinds | None, user: object = None) -> Iterator[list[str]]:
+        """Inside, compiled forwards save inputs and outputs of dear kinds; if there are none, what they need.
 
-    def callee(self, module: nn.Module, state: Segment) -> Callable[..., Any]:
+        What the `user` runs may be repeated as long as it lives. Gives why the compiler refused, as far as it does.
+        """
+        outer, reasons = self._now, []
+        self._local.now = (dear, user, reasons)
+        try:
+            yield reasons
+        finally:
+            self._local.now = outer
+
+    def callee(self, module: nn.Module, dear: Kinds | None) -> Callable[..., Any]:
         """What to call when the module is repeated."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self.install([module])
             try:
-                with self.saving(state):
+                with self.saving(dear):
                     return module(*args, **kwargs)
             finally:
                 self.uninstall([module])
@@ -72,24 +85,30 @@ class SharedCompilations:
         return call
 
     @property
-    def _dear(self) -> tuple[str, ...] | None:
-        return getattr(self._local, "dear", None)
+    def _now(self) -> tuple[Kinds | None, object, list[str]]:
+        return getattr(self._local, "now", (None, None, []))
 
     def _forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self._function(module)(module, *args, **kwargs)
+        dear, user, reasons = self._now
+        like = (*self._like(module), self.variant)
+        if dear is not None and (like, dear) not in self._undivided:
+            # torch 2.11 cannot divide a graph whose sizes are symbols: each size is compiled for itself.
+            options = {"dynamic": False} | self.options | {"fullgraph": True}
+            function = self._compiled((like, dear), lambda: own_code(_selective(_forward_of(module), dear)), options)
+            try:
+                return function(module, *args, **kwargs)
+            except torch._dynamo.exc.TorchDynamoException as error:  # before anything ran
+                self._undivided.add((like, dear))
+                reasons.append(str(error).strip().splitlines()[0])
+                _let_go(error)
+        copy = self._copies.setdefault(like, Copies()).which(sizes_of((args, kwargs)), user)
+        return self._compiled((like, copy), lambda: _forward_of(module), self.options)(module, *args, **kwargs)
 
-    def _function(self, module: nn.Module) -> Callable[..., Any]:
-        kinds = self._dear
-        key = (*self._like(module), kinds, self.variant)
+    def _compiled(
+        self, key: tuple[Any, ...], function: Callable[[], Any], options: dict[str, Any]
+    ) -> Callable[..., Any]:
         if key not in self._functions:
-            forward = type(module).forward
-            own = own_code(forward) if isinstance(forward, FunctionType) else forward
-            if kinds is None:
-                self._functions[key] = torch.compile(own, **self.options)
-            else:
-                # torch 2.11 cannot divide a graph so whose sizes are symbols: each size is compiled for itself.
-                options: dict[str, Any] = {"dynamic": False} | self.options
-                self._functions[key] = torch.compile(own_code(_selective(own, kinds)), **options)
+            self._functions[key] = torch.compile(function(), **options)
         return self._functions[key]
 
     def _like(self, module: nn.Module) -> tuple[Any, ...]:
@@ -101,6 +120,57 @@ class SharedCompilations:
                 tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors),
             )
         return self._likeness[id(module)]
+
+
+class Copies:
+    """Which copy of a function serves which sizes.
+
+    At the second size torch compiles for any size, and uses that from then on, also for the first: what ran before it
+    would save other tensors if it were repeated. So as long as that may happen, other sizes have a copy of their own.
+    """
+
+    def __init__(self) -> None:
+        self._copy: dict[Any, int] = {}
+        self._users: list[weakref.WeakSet[Any]] = []
+
+    def which(self, sizes: Any, user: object) -> int:
+        """The number of the copy for these sizes."""
+        if sizes not in self._copy:
+            unused = (number for number, users in enumerate(self._users) if not users)
+            self._copy[sizes] = 0 if user is None else next(unused, len(self._users))
+        number = self._copy[sizes]
+        if user is not None:
+            if number == len(self._users):
+                self._users.append(weakref.WeakSet())
+            self._users[number].add(user)
+        return number
+
+
+def sizes_of(arguments: Any) -> tuple[Any, ...]:
+    """What the compiler may make symbols of."""
+    leaves = pytree.tree_leaves(arguments)
+    return tuple((x.shape, _strides(x)) if isinstance(x, Tensor) else x for x in leaves if isinstance(x, Tensor | int))
+
+
+def _strides(tensor: Tensor) -> Any:
+    return tensor.stride() if tensor.layout is torch.strided else None
+
+
+def shielded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, into which the compiler does not look when somebody's compiled code comes to call it."""
+    return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
+
+
+def _let_go(error: BaseException | None) -> None:
+    """An error knows the frames that it passed, which know it: their tensors would live until garbage is collected."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__, error = None, error.__cause__ or error.__context__
+
+
+def _forward_of(module: nn.Module) -> Any:
+    forward = type(module).forward
+    return own_code(forward) if isinstance(forward, FunctionType) else forward
 
 
 def _selective(forward: Callable[..., Any], kinds: tuple[str, ...]) -> Callable[..., Any]:

@@ -49,6 +49,7 @@ class Experience:
     within: Any = field(default_factory=threading.local)  # of each thread: in how many dear modules it is
     missed: set[str] | None = None  # outputs to which the first forward did not come
     unseen: set[str] = field(default_factory=set)  # segments in which somebody saves what cannot be had again
+    undivided: set[str] = field(default_factory=set)  # segments whose dear outputs the compiler could not save alone
     complaints: list[str] = field(default_factory=list)  # that nobody was told of yet
 
     def expected(self, ordinal: int) -> Segment:
@@ -74,6 +75,16 @@ class Experience:
             self.complaints.append(
                 f"in the segment that ends at {frame.name}, a torch.autograd.Function is called between modules. What "
                 "it saves is kept: call it in a module of its own to have it computed again."
+            )
+
+    def note_undivided(self, state: Segment, module: nn.Module, reason: str) -> None:
+        """The compiler would not save the dear outputs of a module and compute the rest again."""
+        if state.until not in self.undivided:
+            self.undivided.add(state.until)
+            self.complaints.append(
+                f"of the segment that ends at {state.until} only the inputs are saved, and the rest is computed again: "
+                f"the compiler cannot save the dear outputs of a {type(module).__name__} alone, because it does not "
+                f"compile as a whole ({reason})."
             )
 
     def grievances(self) -> list[str]:

@@ -7,11 +7,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from fleetx.memory.buffers import Snapshot
-from fleetx.memory.compiling import SharedCompilations
+from fleetx.memory.compiling import Kinds, SharedCompilations
 from fleetx.memory.dear import Noted, Saving
-from fleetx.memory.states import Segment
+from fleetx.memory.recompute import Frame, Kept, Saved
 from fleetx.memory.surroundings import Surroundings
-from fleetx.memory.tape import version_of
+from fleetx.memory.tape import pointer_of, version_of
 
 
 class Inputs:
@@ -52,16 +52,53 @@ class Leaf:
         self.first = first  # number of the first tensor that is saved
         self.dear = dear
         self.callee: Callable[..., Any] = module
+        self.refused: list[str] = []  # why the compiler would not save dear outputs alone
+        self.originals: Originals | None = None
         self._inside = ExitStack()
 
-    def enter(self, state: Segment, compilations: SharedCompilations | None) -> None:
-        """Until it is left, the module saves what the segment's state asks for."""
-        if compilations is not None:
-            self.callee = compilations.callee(self.module, state)
-            self._inside.enter_context(compilations.saving(state))
-        elif self.dear is not None:
+    def enter(self) -> None:
+        """Until it is left, its dear outputs are noted, if it has such."""
+        if self.dear is not None:
             self._inside.enter_context(Saving(self.dear))
+
+    def enter_compiled(self, compilations: SharedCompilations, dear: Kinds | None, frame: Frame) -> None:
+        """Until it is left, it runs compiled, and the compiler sees to what it saves."""
+        self.callee = compilations.callee(self.module, dear)
+        self.refused = self._inside.enter_context(compilations.saving(dear, frame))
 
     def leave(self) -> None:
         """Undo what was done for the module."""
         self._inside.close()
+        if self.originals is not None:
+            self.originals.put_back()
+
+
+class Originals:
+    """What a compiled module saves although it may write to it afterwards: copies are saved in its place.
+
+    A compilation that saves dear outputs alone computes the rest from its inputs and buffers, and writes to these at
+    its end.
+    """
+
+    def __init__(self, may_be_written: list[Tensor]) -> None:
+        self._pointers = {pointer_of(tensor) for tensor in may_be_written} - {None}
+        self._copied: list[tuple[Saved, Tensor, int]] = []
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether it may be written to."""
+        return pointer_of(tensor) in self._pointers
+
+    def copy(self, tensor: Tensor, frame: Frame, is_kept: bool) -> Kept | Saved:
+        """Save a copy."""
+        copy = tensor.detach().clone()
+        if is_kept:
+            return Kept(copy, version_of(copy))
+        saved = frame.pack(copy)
+        self._copied.append((saved, tensor.detach(), version_of(tensor)))
+        return saved
+
+    def put_back(self) -> None:
+        """The module is over: what it did not write to needs no copy."""
+        for saved, tensor, version in self._copied:
+            if version_of(tensor) == version and saved.tensor is not None:
+                saved.tensor, saved.version = tensor, version

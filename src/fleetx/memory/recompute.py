@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fleetx.memory import dear, randomness
 from fleetx.memory.checking import checksum, is_equal
+from fleetx.memory.compiling import shielded
 from fleetx.memory.offload import Offloader, Trip, View, is_worth_moving
 from fleetx.memory.states import Segment
 from fleetx.memory.surroundings import Surroundings
@@ -194,6 +195,7 @@ class Repetition:
         self.saves = range(0)  # numbers of the tensors that the present call saves
         self.number = 0  # of the next one
         self.copies: dict[int | None, Tensor] = {}  # of buffers, which are not saved
+        self._hooks = shielded(self.collect), shielded(self.give)
 
     def run(self) -> dict[int, tuple[Tensor, int]]:
         """The tensors that are still wanted, with their versions, by number."""
@@ -230,7 +232,7 @@ class Repetition:
         self.saves, self.number = call.saves, call.saves.start
         giving = nullcontext() if call.dear is None else dear.Giving(call.dear)
         restored = nullcontext([]) if call.snapshot is None else call.snapshot.restored()
-        with restored as buffers, torch.autograd.graph.saved_tensors_hooks(self.collect, self.give), giving:
+        with restored as buffers, torch.autograd.graph.saved_tensors_hooks(*self._hooks), giving:
             self.copies.update((pointer_of(buffer), buffer) for buffer in buffers)
             yield
         if self.number < self.saves.stop:

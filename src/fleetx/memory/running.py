@@ -15,8 +15,9 @@ from torch.nn.parameter import is_lazy
 from fleetx.memory import dear, randomness
 from fleetx.memory.buffers import modules_of
 from fleetx.memory.checking import LateFillers, checksum
+from fleetx.memory.compiling import shielded
 from fleetx.memory.experience import Experience, Learned
-from fleetx.memory.leaf import FreeRun, Leaf
+from fleetx.memory.leaf import FreeRun, Leaf, Originals
 from fleetx.memory.names import Cuts, operation_name
 from fleetx.memory.recompute import Frame, Kept, Saved, unchanged
 from fleetx.memory.recording import Recorder, drop_deaf
@@ -92,7 +93,8 @@ class Run:
         self.frame = self._open()
         self._outer = active_run()
         self.recorder = Recorder(self)
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+        self._pack = shielded(self.pack)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, shielded(self.unpack))
         self._hooks.__enter__()
         self.recorder.__enter__()
         if experience.compilations is not None:
@@ -114,7 +116,11 @@ class Run:
 
     def _is_repeated(self, state: Segment) -> bool:
         """Whether a segment in this state is computed again in the backward."""
-        return state.save == "inputs" or (state.save == "dear" and self.experience.compilations is None)
+        return state.save == "inputs" or (state.save == "dear" and not self._is_divided(state))
+
+    def _is_divided(self, state: Segment) -> bool:
+        """Whether the compiler sees to it that dear outputs are saved, and the rest is computed again."""
+        return self.experience.compilations is not None and state.until not in self.experience.undivided
 
     def _is_unproven(self) -> bool:
         """Whether nobody has seen yet that the present segment gives the same when it is repeated."""
@@ -208,7 +214,7 @@ class Run:
     def _is_on_top(self) -> bool:
         """Whether what autograd saves is handed to this forward first."""
         top = _top_hooks()
-        return top is not None and top[0] == self.pack
+        return top is not None and top[0] == self._pack
 
     def _wonders(self) -> bool:
         """So much has happened in this segment that the forward may long be over."""
@@ -228,7 +234,10 @@ class Run:
         if self._wonders():
             self.end(failed=True)
             return Kept(tensor.detach(), version_of(tensor))
-        if self.is_kept(tensor):
+        is_kept = self.is_kept(tensor)
+        if self._leaf is not None and self._leaf.originals is not None and self._leaf.originals.has(tensor):
+            return self._leaf.originals.copy(tensor, self.frame, is_kept)
+        if is_kept:
             return Kept(tensor.detach(), version_of(tensor))
         if self.depth == 0 and not self._is_calling:  # by a function of somebody's own, which is not on the tape
             self.experience.note_unseen(self.frame)
@@ -379,7 +388,18 @@ class Run:
         self._leaf = Leaf(
             module, tensors, noted, snapshot, Surroundings.now(self.kinds), len(self.frame.looks), self._dear()
         )
-        self._leaf.enter(self.frame.state, self.experience.compilations)
+        self._enter(self._leaf, may_write)
+
+    def _enter(self, leaf: Leaf, may_write: list[Tensor]) -> None:
+        compilations, state = self.experience.compilations, self.frame.state
+        if compilations is None:
+            leaf.enter()
+            return
+        is_divided = state.save == "dear" and self._is_divided(state)
+        if is_divided:
+            buffers = [slot.tensor for slot, _ in leaf.snapshot.copies if slot.tensor is not None]
+            leaf.originals = Originals(may_write + buffers)
+        leaf.enter_compiled(compilations, state.dear if is_divided else None, self.frame)
 
     def _may_run_freely(self, module: nn.Module) -> bool:
         """Whether a module is in a segment that keeps everything, and changes nothing that others may need again.
@@ -411,6 +431,8 @@ class Run:
         if leaf is None or (output is None and sys.exc_info()[0] is not None):
             self.frame.lost = "a module failed in it"  # should the container go on after that
             return
+        if leaf.refused:
+            self.experience.note_undivided(self.frame.state, leaf.module, leaf.refused[0])
         saves = range(leaf.first, len(self.frame.looks))
         call = self.frame.tape.note_call(leaf.callee, leaf.noted, output, leaf.where, saves)
         call.dear = leaf.dear

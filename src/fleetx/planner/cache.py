@@ -21,7 +21,7 @@ from fleetx.planner.feeding import Feeding
 from fleetx.slicing import Batch, map_tensors
 from fleetx.version import __version__
 
-FORMAT = 5
+FORMAT = 6
 _PLAIN = (bool, int, float, str, torch.dtype)
 
 

@@ -31,6 +31,7 @@ class Counting:
         self.sends = sends and len(trials.cuts) > 1
         self.states: list[State] = []  # that could be counted
         self.notes: list[str] = []
+        self._tails: dict[State, list[int]] = {}  # bytes of the tail by state, at both sizes
 
     def sizes(self) -> tuple[int, int]:
         """Two samples and four; on a device with plenty of room more, where what is constant stands out less."""
@@ -41,8 +42,8 @@ class Counting:
 
     def segments(
         self, states: Sequence[State], sizes: tuple[int, int], say: Callable[[str], None]
-    ) -> tuple[tuple[SegmentCost, ...], Line]:
-        """All segments with the states that could be counted, as yet without times; and the bytes of the tail."""
+    ) -> tuple[SegmentCost, ...]:
+        """All segments with the states that could be counted, as yet without times."""
         found: dict[State, list[Counted]] = {}
         for state in states:
             say(f"counting bytes: {state}")
@@ -52,14 +53,34 @@ class Counting:
         if not found:
             raise self.trials.no_room(sizes[0])
         self.states = list(found)
-        tails = [max(both[number].here.tail_bytes for both in found.values()) for number in range(2)]
+        self._tails = {state: [one.here.tail_bytes for one in both] for state, both in found.items()}
         costs = [
             SegmentCost(
                 name, NOTHING, tuple(o for state, both in found.items() for o in _options(state, both, sizes, i))
             )
             for i, name in enumerate(self.trials.cuts)
         ]
-        return tuple(costs), Line.through(sizes, tails)
+        return tuple(costs)
+
+    def tail(self, sizes: tuple[int, int]) -> Line:
+        """The bytes of the tail, in the state in which it takes most."""
+        return Line.through(sizes, self._most_of_tail())
+
+    def tail_of_many(self, sizes: tuple[int, int], many: int, state: State) -> Line:
+        """The same, with what the tail takes for far more samples in a state for which there is room.
+
+        A loss that goes through its positions in chunks takes little more for many than for a few.
+        """
+        few = self._most_of_tail()
+        counted = self._bytes(state, many)
+        if not self.trials.everywhere(counted is not None) or counted is None:
+            return self.tail(sizes)
+        beyond = Line.through(sizes, [a - b for a, b in zip(few, self._tails[state], strict=True)])
+        line = Line.through((sizes[1], many), (few[1], counted.tail_bytes + beyond.at(many)))
+        return line._replace(least=few[0])
+
+    def _most_of_tail(self) -> list[int]:
+        return [max(both[number] for both in self._tails.values()) for number in range(2)]
 
     def _at_both(self, state: State, sizes: tuple[int, int]) -> list[Counted] | None:
         both = []

@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 
 import torch
@@ -123,10 +124,10 @@ class _Measuring:
         counting = Counting(self.trials, self.seen.saved / self.seen.samples, sends=self.trials.everywhere(rate > 0))
         with untouched(model), self._progress() as say:
             counted_at = sizes or counting.sizes()
-            segments, tail_bytes = counting.segments(self.states, counted_at, say)
+            segments = counting.segments(self.states, counted_at, say)
             counted = Profile(
                 segments,
-                tail_bytes=tail_bytes,
+                tail_bytes=counting.tail(counted_at),
                 fixed=fixed_bytes(model, update),
                 batch_bytes=Line(0.0, bytes_per_sample(self.trials.sample)),
                 update_seconds=update.seconds,
@@ -145,7 +146,11 @@ class _Measuring:
             timing = Timing(self.trials, self.seen, counted, counting.states)
             # A compiled segment is compiled anew for each size.
             is_open = sizes is None and self.trials.on_gpu and not self.trials.compile
-            profile = timing.profile(timing.sizes() if is_open else counted_at, say)
+            timed_at = timing.sizes() if is_open else counted_at
+            profile = timing.profile(timed_at, say)
+            if timed_at[-1] > counted_at[1]:
+                tail_bytes = counting.tail_of_many(counted_at, timed_at[-1], timing.frugal)
+                profile = replace(profile, tail_bytes=tail_bytes)
         self.trials.free()
         return profile
 
