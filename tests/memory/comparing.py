@@ -151,7 +151,7 @@ def assert_exact(
     applied = memory.apply(ours, segments, **options)
     if options.get("compile"):
         names = [one if isinstance(one, str) else one.until for one in segments]
-        compiling = {name: options[name] for name in ("compile", "options") if name in options}
+        compiling = {name: options[name] for name in ("compile", "options", "backend") if name in options}
         memory.apply(plain, names, save="everything", **compiling)
     for number in range(steps):
         outcomes = []

@@ -1,11 +1,8 @@
 """Compilations of modules that run as a whole: one for all that are alike."""
 
-import importlib
 import itertools
-import sys
 import threading
 import traceback
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,15 +10,20 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fleetx.memory.dear import is_dear
+from fleetx.memory.sizes import Copies, sizes_of
 
 Kinds = tuple[str, ...]
 
 _numbers = itertools.count()
+_MOST_SIZES = 8  # as torch does
+
+
+class _TooManySizes(Exception):  # noqa: N818 - it reads as what it says
+    """What would have to be compiled for each size by itself was given too many."""
 
 
 class SharedCompilations:
@@ -32,10 +34,13 @@ class SharedCompilations:
     """
 
     def __init__(self, **options: Any) -> None:
-        importlib.import_module("torch._dynamo")  # so that hooks are shielded from the first forward on
+        from torch._dynamo import exc  # only now, as it takes seconds: and now, so that all hooks are shielded
+
         self.options = options
+        self._refusals = (exc.TorchDynamoException, exc.FailOnRecompileLimitHit, _TooManySizes)
         self._functions: dict[tuple[Any, ...], Callable[..., Any]] = {}
-        self._undivided: set[tuple[Any, ...]] = set()  # of which the compiler cannot save dear outputs alone
+        self._undivided: dict[tuple[Any, ...], str] = {}  # why the compiler cannot save their dear outputs alone
+        self._sizes: dict[tuple[Any, ...], set[Any]] = {}  # for which it does
         self._copies: dict[tuple[Any, ...], Copies] = {}
         self._likeness: dict[int, tuple[Any, ...]] = {}
         self._local = threading.local()
@@ -90,19 +95,29 @@ class SharedCompilations:
 
     def _forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         dear, user, reasons = self._now
-        like = (*self._like(module), self.variant)
+        like, sizes = (*self._like(module), self.variant), sizes_of((args, kwargs))
         if dear is not None and (like, dear) not in self._undivided:
-            # torch 2.11 cannot divide a graph whose sizes are symbols: each size is compiled for itself.
-            options = {"dynamic": False} | self.options | {"fullgraph": True}
-            function = self._compiled((like, dear), lambda: own_code(_selective(_forward_of(module), dear)), options)
             try:
-                return function(module, *args, **kwargs)
-            except torch._dynamo.exc.TorchDynamoException as error:  # before anything ran
-                self._undivided.add((like, dear))
-                reasons.append(str(error).strip().splitlines()[0])
+                return self._divided(module, (like, dear), sizes)(module, *args, **kwargs)
+            except self._refusals as error:  # before anything ran
+                self._undivided[like, dear] = str(error).strip().splitlines()[0]
                 _let_go(error)
-        copy = self._copies.setdefault(like, Copies()).which(sizes_of((args, kwargs)), user)
+        if dear is not None:
+            reasons.append(self._undivided[like, dear])
+        copy = self._copies.setdefault(like, Copies()).which(sizes, user)
         return self._compiled((like, copy), lambda: _forward_of(module), self.options)(module, *args, **kwargs)
+
+    def _divided(self, module: nn.Module, key: tuple[Any, Kinds], sizes: Any) -> Callable[..., Any]:
+        """A compilation that saves inputs and dear outputs, and computes the rest again.
+
+        torch 2.11 cannot divide a graph whose sizes are symbols: each size is compiled for itself.
+        """
+        known = self._sizes.setdefault(key, set())
+        if sizes not in known and len(known) == _MOST_SIZES:
+            raise _TooManySizes(f"it was given inputs of more than {_MOST_SIZES} sizes")
+        known.add(sizes)
+        options = {"dynamic": False} | self.options | {"fullgraph": True}
+        return self._compiled((*key, sizes), lambda: own_code(_selective(_forward_of(module), key[1])), options)
 
     def _compiled(
         self, key: tuple[Any, ...], function: Callable[[], Any], options: dict[str, Any]
@@ -120,45 +135,6 @@ class SharedCompilations:
                 tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors),
             )
         return self._likeness[id(module)]
-
-
-class Copies:
-    """Which copy of a function serves which sizes.
-
-    At the second size torch compiles for any size, and uses that from then on, also for the first: what ran before it
-    would save other tensors if it were repeated. So as long as that may happen, other sizes have a copy of their own.
-    """
-
-    def __init__(self) -> None:
-        self._copy: dict[Any, int] = {}
-        self._users: list[weakref.WeakSet[Any]] = []
-
-    def which(self, sizes: Any, user: object) -> int:
-        """The number of the copy for these sizes."""
-        if sizes not in self._copy:
-            unused = (number for number, users in enumerate(self._users) if not users)
-            self._copy[sizes] = 0 if user is None else next(unused, len(self._users))
-        number = self._copy[sizes]
-        if user is not None:
-            if number == len(self._users):
-                self._users.append(weakref.WeakSet())
-            self._users[number].add(user)
-        return number
-
-
-def sizes_of(arguments: Any) -> tuple[Any, ...]:
-    """What the compiler may make symbols of."""
-    leaves = pytree.tree_leaves(arguments)
-    return tuple((x.shape, _strides(x)) if isinstance(x, Tensor) else x for x in leaves if isinstance(x, Tensor | int))
-
-
-def _strides(tensor: Tensor) -> Any:
-    return tensor.stride() if tensor.layout is torch.strided else None
-
-
-def shielded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, into which the compiler does not look when somebody's compiled code comes to call it."""
-    return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
 
 
 def _let_go(error: BaseException | None) -> None:

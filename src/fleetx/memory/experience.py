@@ -83,8 +83,7 @@ class Experience:
             self.undivided.add(state.until)
             self.complaints.append(
                 f"of the segment that ends at {state.until} only the inputs are saved, and the rest is computed again: "
-                f"the compiler cannot save the dear outputs of a {type(module).__name__} alone, because it does not "
-                f"compile as a whole ({reason})."
+                f"the compiler cannot save the dear outputs of a {type(module).__name__} alone ({reason})."
             )
 
     def grievances(self) -> list[str]:

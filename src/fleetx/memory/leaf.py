@@ -66,6 +66,10 @@ class Leaf:
         self.callee = compilations.callee(self.module, dear)
         self.refused = self._inside.enter_context(compilations.saving(dear, frame))
 
+    def original_of(self, tensor: Tensor, frame: Frame) -> Kept | Saved | None:
+        """What is saved in place of a tensor to which it writes."""
+        return None if self.originals is None else self.originals.of(tensor, frame)
+
     def leave(self) -> None:
         """Undo what was done for the module."""
         self._inside.close()
@@ -74,31 +78,33 @@ class Leaf:
 
 
 class Originals:
-    """What a compiled module saves although it may write to it afterwards: copies are saved in its place.
+    """What a compiled module saves although it writes to it: as it was when the module began.
 
-    A compilation that saves dear outputs alone computes the rest from its inputs and buffers, and writes to these at
-    its end.
+    A compilation that saves dear outputs alone computes the rest from its inputs and buffers. Inputs it writes to after
+    it saved them, so that copies are saved in their place; buffers before, but of these there are copies already.
     """
 
-    def __init__(self, may_be_written: list[Tensor]) -> None:
-        self._pointers = {pointer_of(tensor) for tensor in may_be_written} - {None}
+    def __init__(self, may_be_written: list[Tensor], buffers: list[tuple[Tensor, Tensor]]) -> None:
+        self._inputs = {pointer_of(tensor) for tensor in may_be_written} - {None}
+        self._buffers = {pointer_of(buffer): (buffer, copy) for buffer, copy in buffers}
         self._copied: list[tuple[Saved, Tensor, int]] = []
 
-    def has(self, tensor: Tensor) -> bool:
-        """Whether it may be written to."""
-        return pointer_of(tensor) in self._pointers
-
-    def copy(self, tensor: Tensor, frame: Frame, is_kept: bool) -> Kept | Saved:
-        """Save a copy."""
-        copy = tensor.detach().clone()
-        if is_kept:
-            return Kept(copy, version_of(copy))
-        saved = frame.pack(copy)
+    def of(self, tensor: Tensor, frame: Frame) -> Kept | Saved | None:
+        """What is saved in place of this tensor; None if the module does not write to it."""
+        pointer = pointer_of(tensor)
+        if pointer in self._buffers:
+            buffer, copy = self._buffers[pointer]
+            offset = tensor.storage_offset() - buffer.storage_offset()
+            original = copy.as_strided(tensor.size(), tensor.stride(), offset)
+            return Kept(original, version_of(original))
+        if pointer not in self._inputs:
+            return None
+        saved = frame.pack(tensor.detach().clone())
         self._copied.append((saved, tensor.detach(), version_of(tensor)))
         return saved
 
     def put_back(self) -> None:
-        """The module is over: what it did not write to needs no copy."""
+        """The module is over: inputs to which it did not write need no copy."""
         for saved, tensor, version in self._copied:
             if version_of(tensor) == version and saved.tensor is not None:
                 saved.tensor, saved.version = tensor, version

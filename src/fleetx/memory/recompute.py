@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from fleetx.memory import dear, randomness
 from fleetx.memory.checking import checksum, is_equal
-from fleetx.memory.compiling import shielded
 from fleetx.memory.offload import Offloader, Trip, View, is_worth_moving
+from fleetx.memory.shielding import shielded
 from fleetx.memory.states import Segment
 from fleetx.memory.surroundings import Surroundings
 from fleetx.memory.tape import Call, External, Tape, pointer_of, version_of

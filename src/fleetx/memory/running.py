@@ -15,12 +15,12 @@ from torch.nn.parameter import is_lazy
 from fleetx.memory import dear, randomness
 from fleetx.memory.buffers import modules_of
 from fleetx.memory.checking import LateFillers, checksum
-from fleetx.memory.compiling import shielded
 from fleetx.memory.experience import Experience, Learned
 from fleetx.memory.leaf import FreeRun, Leaf, Originals
 from fleetx.memory.names import Cuts, operation_name
 from fleetx.memory.recompute import Frame, Kept, Saved, unchanged
 from fleetx.memory.recording import Recorder, drop_deaf
+from fleetx.memory.shielding import shielded
 from fleetx.memory.states import DEAR_KINDS, Segment
 from fleetx.memory.structures import Structure, tensors_in
 from fleetx.memory.surroundings import Surroundings
@@ -234,10 +234,10 @@ class Run:
         if self._wonders():
             self.end(failed=True)
             return Kept(tensor.detach(), version_of(tensor))
-        is_kept = self.is_kept(tensor)
-        if self._leaf is not None and self._leaf.originals is not None and self._leaf.originals.has(tensor):
-            return self._leaf.originals.copy(tensor, self.frame, is_kept)
-        if is_kept:
+        original = self._leaf.original_of(tensor, self.frame) if self._leaf is not None else None
+        if original is not None:
+            return original
+        if self.is_kept(tensor):
             return Kept(tensor.detach(), version_of(tensor))
         if self.depth == 0 and not self._is_calling:  # by a function of somebody's own, which is not on the tape
             self.experience.note_unseen(self.frame)
@@ -397,8 +397,8 @@ class Run:
             return
         is_divided = state.save == "dear" and self._is_divided(state)
         if is_divided:
-            buffers = [slot.tensor for slot, _ in leaf.snapshot.copies if slot.tensor is not None]
-            leaf.originals = Originals(may_write + buffers)
+            buffers = [(slot.tensor, copy) for slot, copy in leaf.snapshot.copies if slot.tensor is not None]
+            leaf.originals = Originals(may_write, buffers)
         leaf.enter_compiled(compilations, state.dear if is_divided else None, self.frame)
 
     def _may_run_freely(self, module: nn.Module) -> bool:

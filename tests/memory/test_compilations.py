@@ -1,0 +1,189 @@
+"""What the compiler cannot do as it is asked: gradients stay exact, and what is done in its place is told."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from fleetx import memory
+from fleetx.memory import Segment, compiling
+from fleetx.memory.compiling import SharedCompilations
+from fleetx.memory.sizes import Copies, sizes_of
+from tests.memory.comparing import Example, assert_exact
+from tests.memory.zoo import normal
+
+pytestmark = pytest.mark.filterwarnings("ignore:::torch")
+DEAR = [Segment("0", "dear"), Segment("1", "dear")]
+QUICK = {"compile": True, "backend": "aot_eager"}  # the compiler's front, without its code generator
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+
+
+class Breaks(nn.Module):
+    """Cannot be compiled as a whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        y = self.first(x).tanh()
+        torch._dynamo.graph_break()
+        return self.second(y)
+
+
+class Counts(nn.Module):
+    """Reads a buffer, and writes to it afterwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x):
+        y = self.linear((x + self.scale).tanh())
+        self.scale.mul_(1.25)
+        return y.tanh()
+
+
+class WritesToItsInput(nn.Module):
+    """As torch allows it in compiled code: what it computes from what it wrote."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x.relu_()).tanh()
+
+
+class CountsInHalf(Counts):
+    """Reads a part of a buffer, and writes to all of it."""
+
+    def forward(self, x):
+        y = self.linear(torch.cat([x[:, :2], x[:, 2:] + self.scale[2:]], dim=1).tanh())
+        self.scale.mul_(1.25)
+        return y.tanh()
+
+
+def chain(*modules):
+    return Example(nn.Sequential(*modules, nn.Linear(4, 4)), lambda step: (normal(step, 6, 4),))
+
+
+def test_dear_outputs_of_what_does_not_compile_as_a_whole_give_way_to_inputs_and_that_is_told():
+    with pytest.warns(UserWarning, match=r"ends at 0 only the inputs are saved.*outputs of a Breaks alone"):
+        applied = assert_exact(chain(Breaks(), nn.Sequential(nn.Linear(4, 4), nn.Tanh())), DEAR, **QUICK)
+    assert applied.experience.undivided == {"0"}
+
+
+@pytest.mark.parametrize("module", [Counts, CountsInHalf, WritesToItsInput])
+def test_a_compiled_module_with_dear_outputs_may_write_to_what_it_saves(module):
+    applied = assert_exact(chain(nn.Linear(4, 4), module()), DEAR, **QUICK)
+    assert not applied.experience.undivided
+
+
+@pytest.mark.filterwarnings("ignore:of the segment that ends at")
+@pytest.mark.parametrize("save", ["inputs", "dear"])
+def test_hooks_are_not_compiled(save):
+    example = chain(Breaks(), Breaks())
+    assert_exact(example, [Segment("0", save), Segment("1", save)], **QUICK)
+    compiled = {str(metrics.co_filename) for metrics in torch._dynamo.utils.get_compilation_metrics()}
+    assert any(name.endswith("compiling.py") for name in compiled)
+    assert not [name for name in compiled if name.endswith(("running.py", "recompute.py"))]
+
+
+class TwoTowers(nn.Module):
+    """Equal blocks that are given inputs of different lengths."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = (nn.ModuleList(block() for _ in range(2)) for _ in range(2))
+
+    def forward(self, x, y):
+        for one, other in zip(self.left, self.right, strict=True):
+            x, y = one(x), other(y)
+        return x.mean() * y.mean()
+
+
+def block():
+    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+
+
+@pytest.mark.parametrize("save", ["inputs", "dear"])
+def test_equal_blocks_may_be_given_different_sizes_in_one_forward(save):
+    lengths = [(5, 7), (5, 9), (6, 8)]
+    example = Example(TwoTowers(), lambda step: tuple(normal(step, 3, length, 4) for length in lengths[step]))
+    cuts = [Segment(f"{side}.{number}", save) for number in range(2) for side in ("left", "right")]
+    assert_exact(example, cuts, **QUICK)
+
+
+def test_two_forwards_of_different_sizes_before_one_backward():
+    torch.manual_seed(0)
+    model = nn.Sequential(block(), block())
+    sizes = (3, 5, 8)
+
+    def gradients():
+        model.zero_grad()
+        for loss in [model(normal(size, size, 4)).square().mean() for size in sizes]:
+            loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    applied = memory.apply(model, ["0", "1"], save="everything", **QUICK)
+    expected = gradients()
+    applied.remove()
+    memory.apply(model, ["0", "1"], **QUICK)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(), expected, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:of the segment that ends at 0 only")
+def test_dear_outputs_are_compiled_for_a_few_sizes(monkeypatch):
+    monkeypatch.setattr(compiling, "_MOST_SIZES", 2)
+    example = Example(nn.Sequential(block(), block(), nn.Linear(4, 4)), lambda step: (normal(step, step + 2, 4),))
+    with pytest.warns(UserWarning, match=r"ends at 1 only the inputs are saved.*inputs of more than 2 sizes"):
+        applied = assert_exact(example, DEAR, steps=4, **QUICK)
+    assert applied.experience.undivided == {"0", "1"}
+
+
+class User:
+    """Something that may be repeated."""
+
+
+def test_other_sizes_have_a_copy_of_their_own_while_the_first_may_be_repeated():
+    copies, first, second = Copies(), User(), User()
+    assert copies.which("short", first) == 0
+    assert copies.which("short", second) == 0
+    assert copies.which("long", second) == 1
+    del first, second
+    gc.collect()
+    third = User()
+    assert copies.which("longer", third) == 0  # the compiler makes it one for all sizes
+    assert copies.which("short", third) == 0
+    assert copies.which("long", third) == 1
+
+
+def test_what_is_never_repeated_needs_one_copy():
+    copies = Copies()
+    assert [copies.which(sizes, None) for sizes in ("short", "long", "short")] == [0, 0, 0]
+
+
+def test_sizes_are_those_of_tensors_and_whole_numbers():
+    x = torch.zeros(2, 3)
+    assert sizes_of(((x, "text", None, 1.5), {"n": 4})) == ((x.shape, (3, 1)), 4)
+    assert sizes_of(((x.to_sparse(),), {})) == ((x.shape, None),)
+
+
+def test_errors_of_the_model_itself_are_raised():
+    class Wrong(nn.Module):
+        def forward(self, x):
+            raise ValueError("of the model")
+
+    compilations = SharedCompilations(backend="eager")
+    module = Wrong()
+    compilations.install([module])
+    with compilations.saving(("matmul",)) as reasons, pytest.raises(ValueError, match="of the model"):
+        module(torch.zeros(2))
+    assert reasons  # it was tried without dear outputs
