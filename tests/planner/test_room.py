@@ -218,3 +218,29 @@ def test_progress_never_goes_beyond_its_end(monkeypatch):
         for number in range(6):  # two too many: timing began again
             say(str(number))
     assert told == [0, 1, 2, 3, 3, 3]
+
+
+class InChunks(nn.Module):
+    """A loss whose memory grows up to eight samples, and no further."""
+
+    def forward(self, outputs):
+        return torch.stack([self.of_chunk(part) for part in outputs.split(8)]).sum()
+
+    def of_chunk(self, part):
+        with torch.no_grad():
+            return (part[:, :, None] * torch.ones(512)).square().sum() + 0 * part.sum()
+
+
+def test_the_tail_is_counted_with_many_samples_too(monkeypatch):
+    model, _ = linears()
+    sample, loss = (torch.randn(4, 64), torch.zeros(4)), InChunks()
+    trials = Trials(Feeding(model, lambda outputs, _: loss(outputs) + outputs.sum()), sample, CUTS)
+    counting = Counting(trials, 0.0, sends=False)
+    counting.segments([EVERYTHING, INPUTS], (4, 8), lambda _: None)
+    real = counting._bytes(INPUTS, 64).tail_bytes
+    few, many = counting.tail((4, 8)), counting.tail_of_many((4, 8), 32, INPUTS)
+    assert few.at(64) > 4 * real
+    assert real <= many.at(64) <= 1.25 * real
+    assert many.at(4) >= few.at(4)  # never less than what was counted
+    monkeypatch.setattr(Counting, "_bytes", lambda *_: None)  # as on a worker that has no room
+    assert counting.tail_of_many((4, 8), 32, INPUTS) == few

@@ -104,6 +104,26 @@ def _share(row: Result, plain: float | None) -> str:
     return f"{row['samples_per_s'] / plain:.0%}" if is_ours and plain and "samples_per_s" in row else ""
 
 
+def plan_table(result: Result) -> str:
+    """The planner's predictions beside what was measured, and its plans beside those made by hand and at random."""
+    cases = {name: case for name, case in result["cases"].items() if case.get("complete") and "peak" in case}
+    rows = [
+        (
+            name,
+            f"{case['micro_batch']:,} × {case['k_steps']}",
+            f"{case['peak'] / 2**30:.1f}",
+            _signed_percent(case["peak_error"]),
+            f"{case['samples_per_s']:,.0f}",
+            _times(case["of_best_rival"], ""),
+            case["best_rival"] or "",
+        )
+        for name, case in cases.items()
+    ]
+    heads = ("model", "micro-batch × k", "takes, GiB", "predicted", "samples/s", "of the best by hand", "which is")
+    # It is measured in several goes, each with a command of its own.
+    return _table(heads, rows) + _origin({**result, "command": "fleetx bench plan"})
+
+
 def digits_table(result: Result) -> str:
     """The run of `make run`."""
     rows = [
@@ -142,6 +162,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "train": ("train.json", train_table),
     "memory": ("memory.json", memory_table),
     "optim": ("optim.json", optim_table),
+    "plan": ("plan.json", plan_table),
     "chaos": ("chaos.json", chaos_table),
 }
 
