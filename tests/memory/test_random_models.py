@@ -158,6 +158,7 @@ def test_random_models_equal_the_plain_run(programs, choices):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 @pytest.mark.filterwarnings("ignore:the forward did not come to", "ignore:.*the segment that ends at")
 @settings(deadline=None, max_examples=3000, suppress_health_check=QUIET)
 @given(st.lists(STEPS, min_size=1, max_size=6), CHOICES, st.sampled_from(["fp32", "fp64", "bf16"]))
