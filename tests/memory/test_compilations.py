@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from fleetx import memory
-from fleetx.memory import Segment, compiling
+from fleetx.memory import Segment, compiling, sizes
 from fleetx.memory.compiling import SharedCompilations
+from fleetx.memory.recompute import frames_alive
 from fleetx.memory.sizes import Copies, sizes_of
 from tests.memory.comparing import Example, assert_exact
 from tests.memory.zoo import normal
@@ -70,20 +71,189 @@ class CountsInHalf(Counts):
         return y.tanh()
 
 
+class WritesToASecondInput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, state):
+        y = self.linear((x + state).sin())
+        state.mul_(1.25)
+        return y
+
+
+class WritesToAnAttribute(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, 4), torch.ones(4)
+
+    def forward(self, x):
+        y = self.linear((x + self.scale).tanh())
+        self.scale.mul_(1.25)
+        return y.tanh()
+
+
+class WritesLater(Counts):
+    writes = False
+
+    def forward(self, x):
+        if self.writes:
+            return super().forward(x)
+        return self.linear((x + self.scale).tanh()).tanh()
+
+
 def chain(*modules):
     return Example(nn.Sequential(*modules, nn.Linear(4, 4)), lambda step: (normal(step, 6, 4),))
 
 
 def test_dear_outputs_of_what_does_not_compile_as_a_whole_give_way_to_inputs_and_that_is_told():
-    with pytest.warns(UserWarning, match=r"ends at 0 only the inputs are saved.*outputs of a Breaks alone"):
+    with pytest.warns(UserWarning, match=r"ends at 0 only the inputs are saved.*a Breaks does not compile as a whole"):
         applied = assert_exact(chain(Breaks(), nn.Sequential(nn.Linear(4, 4), nn.Tanh())), DEAR, **QUICK)
     assert applied.experience.undivided == {"0"}
 
 
-@pytest.mark.parametrize("module", [Counts, CountsInHalf, WritesToItsInput])
-def test_a_compiled_module_with_dear_outputs_may_write_to_what_it_saves(module):
-    applied = assert_exact(chain(nn.Linear(4, 4), module()), DEAR, **QUICK)
+@pytest.mark.parametrize("module", [Counts, CountsInHalf, WritesToItsInput, WritesToAnAttribute])
+def test_dear_outputs_of_what_writes_to_what_it_reads_give_way_to_inputs(module):
+    with pytest.warns(UserWarning, match=rf"ends at 1 only .*and a {module.__name__} writes to its inputs, or to what"):
+        assert_exact(chain(nn.Linear(4, 4), module()), DEAR, **QUICK)
+
+
+def test_an_input_without_gradient_may_be_written_to():
+    class Given(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), WritesToASecondInput()
+
+        def forward(self, x):
+            return self.second(self.first(x), torch.full((6, 4), 0.5))
+
+    example = Example(Given(), lambda step: (normal(step, 6, 4),))
+    with pytest.warns(UserWarning, match="a WritesToASecondInput writes to its inputs"):
+        assert_exact(example, [Segment("second", "dear")], **QUICK)
+
+
+def test_batch_norms_may_count():
+    example = chain(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()), nn.Linear(4, 4))
+    applied = assert_exact(example, DEAR, **QUICK)
+    assert [learned.is_divided for learned in applied.experience.segments] == [True, True]
+
+
+def test_a_module_that_begins_to_write_is_refused_once():
+    module = WritesLater()
+    model = nn.Sequential(nn.Linear(4, 4), module)
+    memory.apply(model, DEAR, **QUICK)
+    for _ in range(2):
+        model(torch.randn(6, 4)).sum().backward()
+    module.writes = True
+    with pytest.raises(RuntimeError, match=r"a WritesLater .* wrote to its inputs, or to what it holds.*save='inputs'"):
+        model(torch.randn(6, 4))
+    with pytest.warns(UserWarning, match="a WritesLater writes to its inputs"):
+        model(torch.randn(6, 4)).sum().backward()
+
+
+def kept(model, **options):
+    """The tensors that are kept for the backward of a segment until "1"."""
+    applied = memory.apply(model, [Segment("1", "dear")], **options)
+    for _ in range(2):
+        loss = model(torch.randn(6, 4)).sum()
+        loss.backward()
+    loss = model(torch.randn(6, 4)).sum()
+    held = sum(saved() is not None and saved().tensor is not None for f in frames_alive() for _, saved in f.looks)
+    loss.backward()
+    applied.remove()
+    return held
+
+
+class Between(nn.ModuleDict):
+    def __init__(self):
+        super().__init__({"0": nn.Linear(4, 4), "1": nn.Linear(4, 4)})
+
+    def forward(self, x):
+        x = self["0"](x)
+        for _ in range(10):
+            x = x.sin()
+        return self["1"](x)
+
+
+def test_what_is_computed_between_modules_is_not_kept_in_silence():
+    with pytest.warns(UserWarning, match="ends at 1 only .* what is computed between modules is not compiled"):
+        assert kept(Between(), **QUICK) == 0
+
+
+def test_a_module_with_a_forward_of_its_own_is_not_kept_in_silence():
+    model = nn.Sequential(block(), block())
+    model[1].forward = model[1].forward
+    with pytest.warns(UserWarning, match="ends at 1 only .* a Sequential has a forward of its own"):
+        assert kept(model, **QUICK) == 0
+
+
+@pytest.mark.parametrize("name", ["early_stop", "preserve_rng_state", "module", "self_", "use_reentrant", "debug"])
+def test_keywords_of_any_name_reach_the_module(name):
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x, **given):
+            return self.linear(x).tanh() * (3.0 if given[name] else 1.0)
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Named()
+
+        def forward(self, x):
+            return self.inner(x, **{name: True})
+
+    assert_exact(Example(Outer(), lambda step: (normal(step, 6, 4),)), [Segment("inner", "dear")], **QUICK)
+
+
+class Picky(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        if x.shape[0] == 3:
+            raise ValueError("three are too few")
+        return self.linear(x).tanh()
+
+
+def test_an_error_of_the_model_is_raised_as_it_is_and_changes_nothing():
+    model = nn.Sequential(Picky(), Picky())
+    applied = memory.apply(model, DEAR, **QUICK)
+    for _ in range(2):
+        model(torch.randn(6, 4)).sum().backward()
+    with pytest.raises(ValueError, match="three are too few") as raised:
+        model(torch.randn(3, 4))
+    assert raised.traceback[-1].path.name == "test_compilations.py"
+    model(torch.randn(6, 4)).sum().backward()
     assert not applied.experience.undivided
+
+
+@pytest.mark.filterwarnings("ignore:of the segment that ends at")
+def test_an_error_that_is_being_handled_keeps_its_traceback():
+    model = nn.Sequential(Breaks(), Breaks())
+    memory.apply(model, DEAR, **QUICK)
+    with pytest.raises(KeyError) as raised:  # noqa: PT012 - what is tested happens while it is handled
+        try:
+            raise KeyError
+        except KeyError:
+            for _ in range(2):
+                model(torch.randn(6, 4)).sum().backward()
+            raise
+    assert len(raised.traceback) == 1
+
+
+def test_threads_may_share_a_compiled_model():
+    model = nn.Sequential(block(), block())
+    compilations = SharedCompilations(backend="eager")
+    compilations.install(model)
+    compilations.install(model)
+    compilations.uninstall(model)
+    assert all(compilations.is_installed(one) for one in model)
+    compilations.uninstall(model)
+    assert not any("forward" in vars(one) for one in model)
 
 
 @pytest.mark.filterwarnings("ignore:of the segment that ends at")
@@ -124,11 +294,11 @@ def test_equal_blocks_may_be_given_different_sizes_in_one_forward(save):
 def test_two_forwards_of_different_sizes_before_one_backward():
     torch.manual_seed(0)
     model = nn.Sequential(block(), block())
-    sizes = (3, 5, 8)
+    batches = (3, 5, 8)
 
     def gradients():
         model.zero_grad()
-        for loss in [model(normal(size, size, 4)).square().mean() for size in sizes]:
+        for loss in [model(normal(size, size, 4)).square().mean() for size in batches]:
             loss.backward()
         return [p.grad.clone() for p in model.parameters()]
 
@@ -165,9 +335,17 @@ def test_other_sizes_have_a_copy_of_their_own_while_the_first_may_be_repeated():
     assert copies.which("long", third) == 1
 
 
+def test_sizes_are_forgotten_when_there_are_many(monkeypatch):
+    monkeypatch.setattr(sizes, "_MANY", 3)
+    copies = Copies()
+    for number in range(10):
+        copies.which(number, User())
+    assert len(copies._copy) <= 3
+
+
 def test_what_is_never_repeated_needs_one_copy():
     copies = Copies()
-    assert [copies.which(sizes, None) for sizes in ("short", "long", "short")] == [0, 0, 0]
+    assert [copies.which(size, None) for size in ("short", "long", "short")] == [0, 0, 0]
 
 
 def test_sizes_are_those_of_tensors_and_whole_numbers():
@@ -184,6 +362,6 @@ def test_errors_of_the_model_itself_are_raised():
     compilations = SharedCompilations(backend="eager")
     module = Wrong()
     compilations.install([module])
-    with compilations.saving(("matmul",)) as reasons, pytest.raises(ValueError, match="of the model"):
+    with compilations.saving(("matmul",)) as saving, pytest.raises(ValueError, match="of the model"):
         module(torch.zeros(2))
-    assert reasons  # it was tried without dear outputs
+    assert saving.refused is None  # that says nothing of the compiler

@@ -332,3 +332,25 @@ def test_dear_outputs_that_are_written_to_unseen_are_computed_again(kind):
         return [parameter.grad for parameter in model.parameters()]
 
     assert all(torch.equal(a, b) for a, b in zip(made("dear"), made(None), strict=True))
+
+
+class WritesOn(nn.Module):
+    def forward(self, x):
+        x += 1
+        return x
+
+
+def test_memory_to_which_a_module_and_then_its_container_write_in_one_segment():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.same, self.writes = nn.Linear(4, 4), nn.Identity(), WritesOn()
+            self.last = nn.Linear(4, 4)
+
+        def forward(self, x):
+            x = self.same(self.first(x))
+            y = self.writes(x)
+            y *= 2
+            return self.last(y)
+
+    assert_exact(Example(Both(), lambda step: (normal(step, 3, 4),)), ["first", "last"])

@@ -128,7 +128,7 @@ class Watch:
             constants = _constants(buffers + parameters)
             weights = _copied([c.slot for c in constants if c.slot.kind == "_parameters" and c.address])
             return Snapshot(modules, _copied(buffers), constants, attributes, randomness.python_state(), weights)
-        copied = {slot: None for slot in buffers if slot in known.changing or _is_counting(slot.owner)}
+        copied = {slot: None for slot in buffers if slot in known.changing or is_counting(slot.owner)}
         others = [slot for slot in buffers if slot not in copied] + parameters
         attributes = Attributes.of(modules, lambda owner, name: (owner, name) in known.written)
         random = randomness.python_state() if known.draws else None
@@ -200,7 +200,8 @@ def _key(modules: list[nn.Module]) -> tuple[int, tuple[bool, ...]]:
     return id(modules[0]), tuple(one.training for one in modules)
 
 
-def _is_counting(owner: nn.Module) -> bool:
+def is_counting(owner: nn.Module) -> bool:
+    """Whether it is a batch norm that keeps statistics, which its own forward does not read."""
     return isinstance(owner, _NormBase) and owner.training and owner.track_running_stats
 
 

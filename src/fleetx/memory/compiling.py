@@ -1,11 +1,15 @@
 """Compilations of modules that run as a whole: one for all that are alike."""
 
 import itertools
+import sys
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -19,7 +23,17 @@ from fleetx.memory.sizes import Copies, sizes_of
 Kinds = tuple[str, ...]
 
 _numbers = itertools.count()
-_MOST_SIZES = 8  # as torch does
+_MOST_SIZES = 8  # a compilation takes long: with more, most of the time would go into them
+_TORCH = str(Path(torch.__file__).parent)
+
+
+@dataclass(eq=False)
+class Saving:
+    """What a compiled forward is asked to save, and for whom."""
+
+    dear: Kinds | None
+    frame: object
+    refused: str | None = None  # why the compiler would not save dear outputs alone
 
 
 class _TooManySizes(Exception):  # noqa: N818 - it reads as what it says
@@ -44,6 +58,8 @@ class SharedCompilations:
         self._copies: dict[tuple[Any, ...], Copies] = {}
         self._likeness: dict[int, tuple[Any, ...]] = {}
         self._local = threading.local()
+        self._lock = threading.Lock()
+        self._installed: Counter[nn.Module] = Counter()  # how often
         # Part of what is compiled for: hooks that are added after a compilation never fire.
         self.variant: object = None
 
@@ -52,29 +68,40 @@ class SharedCompilations:
         return partial(SharedCompilations, **self.options), ()
 
     def install(self, modules: Iterable[nn.Module]) -> None:
-        """Give the modules their compiled forwards."""
-        for module in modules:
-            if "forward" not in module.__dict__:  # else somebody gave it one already
-                module.forward = partial(self._forward, module)
+        """Give the modules their compiled forwards, until they are uninstalled as often: threads may share a model."""
+        with self._lock:
+            for module in modules:
+                if "forward" not in module.__dict__:  # else somebody gave it one already
+                    module.forward = partial(self._forward, module)
+                if self.is_installed(module):
+                    self._installed[module] += 1
 
     def uninstall(self, modules: Iterable[nn.Module]) -> None:
         """Take them away again."""
-        for module in modules:
-            if isinstance(given := module.__dict__.get("forward"), partial) and given.func == self._forward:
-                del module.forward
+        with self._lock:
+            for module in modules:
+                if self.is_installed(module):
+                    self._installed[module] -= 1
+                    if not self._installed[module]:
+                        del module.forward, self._installed[module]
+
+    def is_installed(self, module: nn.Module) -> bool:
+        """Whether the module's forward is compiled here; not if it has one of its own."""
+        given = module.__dict__.get("forward")
+        return isinstance(given, partial) and given.func == self._forward
 
     @contextmanager
-    def saving(self, dear: Kinds | None, user: object = None) -> Iterator[list[str]]:
+    def saving(self, dear: Kinds | None, frame: object = None) -> Iterator["Saving"]:
         """Inside, compiled forwards save inputs and outputs of dear kinds; if there are none, what they need.
 
-        What the `user` runs may be repeated as long as it lives. Gives why the compiler refused, as far as it does.
+        What runs for a `frame` may be repeated as long as that lives.
         """
-        outer, reasons = self._now, []
-        self._local.now = (dear, user, reasons)
+        outer, saving = self._saving, Saving(dear, frame)
+        self._local.saving = saving
         try:
-            yield reasons
+            yield saving
         finally:
-            self._local.now = outer
+            self._local.saving = outer
 
     def callee(self, module: nn.Module, dear: Kinds | None) -> Callable[..., Any]:
         """What to call when the module is repeated."""
@@ -90,34 +117,45 @@ class SharedCompilations:
         return call
 
     @property
-    def _now(self) -> tuple[Kinds | None, object, list[str]]:
-        return getattr(self._local, "now", (None, None, []))
+    def _saving(self) -> "Saving":
+        return getattr(self._local, "saving", Saving(None, None))
 
-    def _forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        dear, user, reasons = self._now
-        like, sizes = (*self._like(module), self.variant), sizes_of((args, kwargs))
-        if dear is not None and (like, dear) not in self._undivided:
+    def _forward(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        saving, like = self._saving, (*self._like(module), self.variant)
+        if saving.dear is None:
+            return self._whole(module, like, saving.frame, args, kwargs)
+        key, handled = (like, saving.dear), sys.exception()
+        if key not in self._undivided:
             try:
-                return self._divided(module, (like, dear), sizes)(module, *args, **kwargs)
-            except self._refusals as error:  # before anything ran
-                self._undivided[like, dear] = str(error).strip().splitlines()[0]
-                _let_go(error)
-        if dear is not None:
-            reasons.append(self._undivided[like, dear])
-        copy = self._copies.setdefault(like, Copies()).which(sizes, user)
+                return self._divided(module, key, args, kwargs)
+            except self._refusals as error:  # of the compiler, before anything ran
+                reason = str(error).strip().splitlines()[0]
+                _let_go(error, handled)
+        else:
+            reason = self._undivided[key]
+        output = self._whole(module, like, saving.frame, args, kwargs)
+        self._undivided[key] = saving.refused = reason  # only now: an error of the model itself says nothing
+        return output
+
+    def _whole(self, module: nn.Module, like: tuple[Any, ...], frame: object, args: Any, kwargs: Any) -> Any:
+        """Run a compilation that saves what the compiler sees fit."""
+        copy = self._copies.setdefault(like, Copies()).which(sizes_of((args, kwargs)), frame)
         return self._compiled((like, copy), lambda: _forward_of(module), self.options)(module, *args, **kwargs)
 
-    def _divided(self, module: nn.Module, key: tuple[Any, Kinds], sizes: Any) -> Callable[..., Any]:
-        """A compilation that saves inputs and dear outputs, and computes the rest again.
+    def _divided(self, module: nn.Module, key: tuple[Any, Kinds], args: Any, kwargs: Any) -> Any:
+        """Run a compilation that saves inputs and dear outputs, and computes the rest again.
 
-        torch 2.11 cannot divide a graph whose sizes are symbols: each size is compiled for itself.
+        torch 2.11 cannot divide a graph whose sizes are symbols: each size is compiled for itself. Numbers are left to
+        torch, which compiles anew where they are read.
         """
+        sizes = tuple(size for size in sizes_of((args, kwargs)) if not isinstance(size, int))
         known = self._sizes.setdefault(key, set())
         if sizes not in known and len(known) == _MOST_SIZES:
             raise _TooManySizes(f"it was given inputs of more than {_MOST_SIZES} sizes")
         known.add(sizes)
         options = {"dynamic": False} | self.options | {"fullgraph": True}
-        return self._compiled((*key, sizes), lambda: own_code(_selective(_forward_of(module), key[1])), options)
+        function = self._compiled((*key, sizes), lambda: own_code(_selective(_forward_of(module), key[1])), options)
+        return function(module, *args, **kwargs)
 
     def _compiled(
         self, key: tuple[Any, ...], function: Callable[[], Any], options: dict[str, Any]
@@ -137,9 +175,12 @@ class SharedCompilations:
         return self._likeness[id(module)]
 
 
-def _let_go(error: BaseException | None) -> None:
-    """An error knows the frames that it passed, which know it: their tensors would live until garbage is collected."""
-    while error is not None:
+def _let_go(error: BaseException | None, handled: BaseException | None) -> None:
+    """An error knows the frames that it passed, which know it: their tensors would live until garbage is collected.
+
+    Not so of the one that somebody was handling before.
+    """
+    while error is not None and error is not handled:
         traceback.clear_frames(error.__traceback__)
         error.__traceback__, error = None, error.__cause__ or error.__context__
 
@@ -149,7 +190,7 @@ def _forward_of(module: nn.Module) -> Any:
     return own_code(forward) if isinstance(forward, FunctionType) else forward
 
 
-def _selective(forward: Callable[..., Any], kinds: tuple[str, ...]) -> Callable[..., Any]:
+def _selective(forward: Callable[..., Any], kinds: Kinds) -> Callable[..., Any]:
     """The forward, of which the compiler saves inputs and dear outputs, and computes the rest again in the backward.
 
     torch has a simpler way, `activation_memory_budget`; but with dropout its gradients are wrong: it draws new random
@@ -162,7 +203,8 @@ def _selective(forward: Callable[..., Any], kinds: tuple[str, ...]) -> Callable[
 
     def run(*args: Any, **kwargs: Any) -> Any:
         contexts = partial(create_selective_checkpoint_contexts, policy)
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        # Not as its keywords: some of them are checkpoint's own.
+        return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False, context_fn=contexts)
 
     return run
 
@@ -170,10 +212,12 @@ def _selective(forward: Callable[..., Any], kinds: tuple[str, ...]) -> Callable[
 def own_code(function: Any) -> FunctionType:
     """The function with a code object of its own: torch keeps compilations by code object.
 
-    And with a name of its own: torch remembers by file, line and name which sizes have varied. And in a file of ours:
-    torch wraps functions of its own, such as a convolution's, and keeps the compilations of all wrappers together.
+    And with a name of its own: torch remembers by file, line and name which sizes have varied. If it is torch's own, in
+    a file of ours: torch wraps such functions, as a convolution's, and keeps the compilations of all wrappers together.
     """
-    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}", co_filename=__file__)
+    code = function.__code__
+    file = __file__ if code.co_filename.startswith(_TORCH) else code.co_filename
+    code = code.replace(co_name=f"{function.__name__}_{next(_numbers)}", co_filename=file)
     copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy

@@ -29,6 +29,7 @@ class Learned:
     saves: int = 0  # tensors that autograd saved
     lost: int = 0  # how often in a row it could not be repeated
     fills_late: bool = False  # whether something in it is saved first and filled then
+    is_divided: bool = False  # whether the compiler can save its dear outputs alone
     proven: set[Modes] = field(default_factory=set)  # of the model, in which it gave the same when it was repeated
 
 
@@ -77,13 +78,13 @@ class Experience:
                 "it saves is kept: call it in a module of its own to have it computed again."
             )
 
-    def note_undivided(self, state: Segment, module: nn.Module, reason: str) -> None:
-        """The compiler would not save the dear outputs of a module and compute the rest again."""
-        if state.until not in self.undivided:
+    def note_undivided(self, state: Segment, reason: str) -> None:
+        """The compiler would not save the dear outputs of a segment and compute the rest again."""
+        if reason and state.until not in self.undivided:
             self.undivided.add(state.until)
             self.complaints.append(
                 f"of the segment that ends at {state.until} only the inputs are saved, and the rest is computed again: "
-                f"the compiler cannot save the dear outputs of a {type(module).__name__} alone ({reason})."
+                f"if compiled, dear outputs need modules that compile as a whole and write to nothing, and {reason}."
             )
 
     def grievances(self) -> list[str]:

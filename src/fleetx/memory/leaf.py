@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fleetx.memory.buffers import Snapshot
-from fleetx.memory.compiling import Kinds, SharedCompilations
-from fleetx.memory.dear import Noted, Saving
-from fleetx.memory.recompute import Frame, Kept, Saved
+from fleetx.memory import dear as dear_outputs
+from fleetx.memory.buffers import Snapshot, is_counting
+from fleetx.memory.compiling import Kinds, Saving, SharedCompilations
+from fleetx.memory.recompute import Frame
 from fleetx.memory.surroundings import Surroundings
-from fleetx.memory.tape import pointer_of, version_of
+from fleetx.memory.tape import version_of
 
 
 class Inputs:
@@ -45,66 +45,45 @@ class Leaf:
         snapshot: Snapshot,
         where: Surroundings,
         first: int,
-        dear: Noted | None,
+        dear: dear_outputs.Noted | None,
     ) -> None:
         self.module, self.noted, self.snapshot, self.where = module, noted, snapshot, where
         self.inputs = Inputs(tensors)
         self.first = first  # number of the first tensor that is saved
         self.dear = dear
         self.callee: Callable[..., Any] = module
-        self.refused: list[str] = []  # why the compiler would not save dear outputs alone
-        self.originals: Originals | None = None
+        self.compiled: Saving | None = None
         self._inside = ExitStack()
 
     def enter(self) -> None:
         """Until it is left, its dear outputs are noted, if it has such."""
         if self.dear is not None:
-            self._inside.enter_context(Saving(self.dear))
+            self._inside.enter_context(dear_outputs.Saving(self.dear))
 
     def enter_compiled(self, compilations: SharedCompilations, dear: Kinds | None, frame: Frame) -> None:
         """Until it is left, it runs compiled, and the compiler sees to what it saves."""
         self.callee = compilations.callee(self.module, dear)
-        self.refused = self._inside.enter_context(compilations.saving(dear, frame))
-
-    def original_of(self, tensor: Tensor, frame: Frame) -> Kept | Saved | None:
-        """What is saved in place of a tensor to which it writes."""
-        return None if self.originals is None else self.originals.of(tensor, frame)
+        compiled = self._inside.enter_context(compilations.saving(dear, frame))
+        self.compiled = compiled if compilations.is_installed(self.module) else None
 
     def leave(self) -> None:
         """Undo what was done for the module."""
         self._inside.close()
-        if self.originals is not None:
-            self.originals.put_back()
 
+    def why_undivided(self, after: Snapshot | None) -> str:
+        """Why its dear outputs cannot be saved alone; `after`: what it held before that it changed, None if unknown.
 
-class Originals:
-    """What a compiled module saves although it writes to it: as it was when the module began.
+        The compiler computes the rest again from the inputs and from what the module holds, which must still be there.
+        """
+        name = f"a {type(self.module).__name__}"
+        if self.compiled is None:
+            return f"{name} has a forward of its own, which is not compiled"
+        if self.compiled.refused is not None:
+            return f"{name} does not compile as a whole ({self.compiled.refused})"
+        return f"{name} writes to its inputs, or to what it holds" if self.writes(after) else ""
 
-    A compilation that saves dear outputs alone computes the rest from its inputs and buffers. Inputs it writes to after
-    it saved them, so that copies are saved in their place; buffers before, but of these there are copies already.
-    """
-
-    def __init__(self, may_be_written: list[Tensor], buffers: list[tuple[Tensor, Tensor]]) -> None:
-        self._inputs = {pointer_of(tensor) for tensor in may_be_written} - {None}
-        self._buffers = {pointer_of(buffer): (buffer, copy) for buffer, copy in buffers}
-        self._copied: list[tuple[Saved, Tensor, int]] = []
-
-    def of(self, tensor: Tensor, frame: Frame) -> Kept | Saved | None:
-        """What is saved in place of this tensor; None if the module does not write to it."""
-        pointer = pointer_of(tensor)
-        if pointer in self._buffers:
-            buffer, copy = self._buffers[pointer]
-            offset = tensor.storage_offset() - buffer.storage_offset()
-            original = copy.as_strided(tensor.size(), tensor.stride(), offset)
-            return Kept(original, version_of(original))
-        if pointer not in self._inputs:
-            return None
-        saved = frame.pack(tensor.detach().clone())
-        self._copied.append((saved, tensor.detach(), version_of(tensor)))
-        return saved
-
-    def put_back(self) -> None:
-        """The module is over: inputs to which it did not write need no copy."""
-        for saved, tensor, version in self._copied:
-            if version_of(tensor) == version and saved.tensor is not None:
-                saved.tensor, saved.version = tensor, version
+    def writes(self, after: Snapshot | None) -> bool:
+        """Whether it wrote to something that it may have read: batch norms only count."""
+        if self.inputs.written() or after is None or after.attributes.is_written:
+            return True
+        return not all(is_counting(slot.owner) for slot, _ in after.copies)

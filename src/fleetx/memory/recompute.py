@@ -98,6 +98,8 @@ class Frame:
         self.is_checked = False  # whether what its modules give must be the same again
         self.proven: Callable[[], None] = lambda: None  # called when it was
         self.lost = ""  # what happened that cannot be repeated
+        self.is_divided = False  # whether compiled modules save dear outputs alone, and compute the rest themselves
+        self.undivided = ""  # why they could not
         self._again: dict[int, dict[int, tuple[Tensor, int]]] = {}
         self._lock = threading.RLock()
         _alive.add(self)

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fleetx.memory import dear, randomness
-from fleetx.memory.buffers import modules_of
+from fleetx.memory.buffers import Snapshot, modules_of
 from fleetx.memory.checking import LateFillers, checksum
 from fleetx.memory.experience import Experience, Learned
-from fleetx.memory.leaf import FreeRun, Leaf, Originals
+from fleetx.memory.leaf import FreeRun, Leaf
 from fleetx.memory.names import Cuts, operation_name
 from fleetx.memory.recompute import Frame, Kept, Saved, unchanged
 from fleetx.memory.recording import Recorder, drop_deaf
@@ -108,19 +108,12 @@ class Run:
         state = self.experience.expected(self.ordinal)
         frame = Frame(state.until, state, Tape(self.kinds), self.devices, next(self.experience.numbers))
         frame.kept, frame.within = self._kept, self.experience.within
-        # In the first forward nobody knows how many segments will come.
-        frame.is_checked = (self.is_first or self._is_repeated(state)) and self._is_unproven()
         known = self.experience.segments[self.ordinal] if self.ordinal < len(self.experience.segments) else None
+        frame.is_divided = known is not None and known.is_divided
+        # In the first forward nobody knows how many segments will come.
+        frame.is_checked = (self.is_first or _is_repeated(frame)) and self._is_unproven()
         self._wonders_at = MANY if known is None else max(FEW, 2 * known.saves)
         return frame
-
-    def _is_repeated(self, state: Segment) -> bool:
-        """Whether a segment in this state is computed again in the backward."""
-        return state.save == "inputs" or (state.save == "dear" and not self._is_divided(state))
-
-    def _is_divided(self, state: Segment) -> bool:
-        """Whether the compiler sees to it that dear outputs are saved, and the rest is computed again."""
-        return self.experience.compilations is not None and state.until not in self.experience.undivided
 
     def _is_unproven(self) -> bool:
         """Whether nobody has seen yet that the present segment gives the same when it is repeated."""
@@ -136,6 +129,9 @@ class Run:
         learned = self._learned(segment)
         self.seen.append(learned)
         learned.saves = len(frame.looks)
+        if segment.save == "dear" and self.experience.compilations is not None:
+            learned.is_divided = not frame.undivided
+            self.experience.note_undivided(segment, frame.undivided)
         self._settle(frame, learned)
         self.frame = self._open()
 
@@ -149,7 +145,7 @@ class Run:
             frame.offloader.release_due(frame.number)
         if any(external.was_written() for external in frame.tape.externals):
             frame.lost = frame.lost or "something wrote to its inputs"
-        keeps = not self._is_repeated(state)
+        keeps = not _is_repeated(frame)
         learned.lost = learned.lost + 1 if frame.lost and not keeps else 0
         if learned.lost == 2:  # the first time may have taught us how
             self.experience.complaints.append(
@@ -234,9 +230,6 @@ class Run:
         if self._wonders():
             self.end(failed=True)
             return Kept(tensor.detach(), version_of(tensor))
-        original = self._leaf.original_of(tensor, self.frame) if self._leaf is not None else None
-        if original is not None:
-            return original
         if self.is_kept(tensor):
             return Kept(tensor.detach(), version_of(tensor))
         if self.depth == 0 and not self._is_calling:  # by a function of somebody's own, which is not on the tape
@@ -303,6 +296,8 @@ class Run:
         noted = begun.noted or self._noted(args, kwargs, [])
         call = tape.note_call(function, noted, output, Surroundings.now(self.kinds), saves)
         call.dear = begun.dear if begun.dear is not None and begun.dear.saved else None
+        if saves:
+            self.frame.undivided = self.frame.undivided or "what is computed between modules is not compiled"
         tape.note_written(begun.written)
         self._after_write(begun.written)
         segment = self.experience.cuts.operations.get(self._operation(function))
@@ -388,18 +383,13 @@ class Run:
         self._leaf = Leaf(
             module, tensors, noted, snapshot, Surroundings.now(self.kinds), len(self.frame.looks), self._dear()
         )
-        self._enter(self._leaf, may_write)
-
-    def _enter(self, leaf: Leaf, may_write: list[Tensor]) -> None:
-        compilations, state = self.experience.compilations, self.frame.state
+        compilations = self.experience.compilations
         if compilations is None:
-            leaf.enter()
-            return
-        is_divided = state.save == "dear" and self._is_divided(state)
-        if is_divided:
-            buffers = [(slot.tensor, copy) for slot, copy in leaf.snapshot.copies if slot.tensor is not None]
-            leaf.originals = Originals(may_write, buffers)
-        leaf.enter_compiled(compilations, state.dear if is_divided else None, self.frame)
+            self._leaf.enter()
+        else:
+            self._leaf.enter_compiled(
+                compilations, self.frame.state.dear if self.frame.is_divided else None, self.frame
+            )
 
     def _may_run_freely(self, module: nn.Module) -> bool:
         """Whether a module is in a segment that keeps everything, and changes nothing that others may need again.
@@ -431,8 +421,6 @@ class Run:
         if leaf is None or (output is None and sys.exc_info()[0] is not None):
             self.frame.lost = "a module failed in it"  # should the container go on after that
             return
-        if leaf.refused:
-            self.experience.note_undivided(self.frame.state, leaf.module, leaf.refused[0])
         saves = range(leaf.first, len(self.frame.looks))
         call = self.frame.tape.note_call(leaf.callee, leaf.noted, output, leaf.where, saves)
         call.dear = leaf.dear
@@ -447,9 +435,23 @@ class Run:
             self.frame.lost = f"a {type(leaf.module).__name__} changed its parameters, or a buffer for the first time"
         elif not call.snapshot.attributes.is_written:
             self.experience.note_harmless(leaf.module)
+        if self.experience.compilations is not None:
+            self._note_undivided(leaf, call.snapshot)
         for slot, copy in [] if call.snapshot is None else call.snapshot.copies:
             if slot.tensor is not None:
                 self._give_copy(slot.tensor, copy)
+
+    def _note_undivided(self, leaf: Leaf, after: Snapshot | None) -> None:
+        """A compiled module has run: may the compiler save its dear outputs alone next time?"""
+        frame = self.frame
+        frame.undivided = frame.undivided or leaf.why_undivided(after)
+        if frame.is_divided and leaf.writes(after):
+            self.experience.segments[self.ordinal].is_divided = False
+            raise RuntimeError(
+                f"a {type(leaf.module).__name__} in the segment that ends at {frame.name!r} wrote to its inputs, or to "
+                "what it holds, which it had not done before: its gradients would be wrong, as compiled dear outputs "
+                "are computed again from these. The next forward takes that into account; save='inputs' does at once."
+            )
 
     def _leave_free(self) -> None:
         """A module that nobody watched ends. Should it have written to something, it is watched from now on."""
@@ -525,6 +527,11 @@ def _top_hooks() -> Any:
 
 def _pointers(tensors: list[Tensor]) -> set[int]:
     return {pointer for tensor in tensors if (pointer := pointer_of(tensor)) is not None}
+
+
+def _is_repeated(frame: Frame) -> bool:
+    """Whether the segment is computed again in the backward; if it is divided, the compiler sees to that."""
+    return frame.state.save == "inputs" or (frame.state.save == "dear" and not frame.is_divided)
 
 
 def _kinds(state: Segment) -> tuple[str, ...]:

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+_MANY = 1000  # sizes that are remembered: a counter among the arguments is always another one
+
 
 class Copies:
     """Which copy of a function serves which sizes.
@@ -17,18 +19,20 @@ class Copies:
 
     def __init__(self) -> None:
         self._copy: dict[Any, int] = {}
-        self._users: list[weakref.WeakSet[Any]] = []
+        self._frames: list[weakref.WeakSet[Any]] = []  # that use each copy
 
-    def which(self, sizes: Any, user: object) -> int:
+    def which(self, sizes: Any, frame: object) -> int:
         """The number of the copy for these sizes."""
         if sizes not in self._copy:
-            unused = (number for number, users in enumerate(self._users) if not users)
-            self._copy[sizes] = 0 if user is None else next(unused, len(self._users))
+            if len(self._copy) >= _MANY and not any(self._frames):
+                self._copy.clear()
+            unused = (number for number, frames in enumerate(self._frames) if not frames)
+            self._copy[sizes] = 0 if frame is None else next(unused, len(self._frames))
         number = self._copy[sizes]
-        if user is not None:
-            if number == len(self._users):
-                self._users.append(weakref.WeakSet())
-            self._users[number].add(user)
+        if frame is not None:
+            while number >= len(self._frames):
+                self._frames.append(weakref.WeakSet())
+            self._frames[number].add(frame)
         return number
 
 

@@ -64,10 +64,10 @@ class External:
     parked: Any = None  # where it waits, if not here
 
     def copy(self, is_sure: bool) -> None:
-        """Keep a copy, since the tensor will, or may, be written to."""
+        """Keep a copy, since the tensor will, or may, be written to; not if that was done before: it must show."""
         if self.tensor is None:
             self.is_copy = True  # what waits elsewhere is one
-        elif not self.is_copy:
+        elif not self.is_copy and not self.was_written():
             self.original = None if is_sure else (self.tensor, self.version)
             self.replace(self.tensor.detach().clone())
 
