@@ -2,7 +2,6 @@
 
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -18,6 +17,7 @@ from fleetx.memory.checking import LateFillers, checksum
 from fleetx.memory.experience import Experience, Learned
 from fleetx.memory.leaf import FreeRun, Leaf
 from fleetx.memory.names import Cuts, operation_name
+from fleetx.memory.readers import Readers, pointers
 from fleetx.memory.recompute import Frame, Kept, Saved, unchanged
 from fleetx.memory.recording import Recorder, drop_deaf
 from fleetx.memory.shielding import shielded
@@ -87,7 +87,7 @@ class Run:
         # Held, so that their memory becomes nobody else's even if the model replaces them.
         kept = [tensor for tensor in held if not is_lazy(tensor)]
         self._kept = {pointer: t.untyped_storage() for t in kept if (pointer := pointer_of(t)) is not None}
-        self._readers: dict[int, list[tuple[Frame, weakref.ref[External]]]] = {}
+        self._readers = Readers()
         self._leaf: Leaf | None = None
         self._late_fillers = LateFillers()
         self.frame = self._open()
@@ -330,23 +330,16 @@ class Run:
         """
         ids = {id(tensor) for tensor in written}
         noted = self.frame.tape.note_inputs(args, kwargs, lambda t: self._external(t, leaves=id(t) not in ids))
-        for pointer in _pointers(written):
-            for frame, external in self._readers_of(pointer):
-                if is_likely or frame is not self.frame:
-                    external.copy(is_sure)
-            if self.experience.offloader is not None:
+        self._readers.copy_before(written, is_sure, without=None if is_likely else self.frame)
+        if self.experience.offloader is not None:
+            for pointer in pointers(written):
                 self.experience.offloader.finish(pointer)
         return noted
 
     def _after_write(self, written: list[Tensor]) -> None:
         """Several copies of one memory do not see what is written to each other."""
-        for pointer in _pointers(written):
-            if sum(frame is self.frame for frame, _ in self._readers_of(pointer)) > 1:
-                self.frame.lost = "it writes to memory that several of its inputs share"
-
-    def _readers_of(self, pointer: int) -> list[tuple[Frame, External]]:
-        readers = self._readers.get(pointer, ())
-        return [(frame, external) for frame, reference in readers if (external := reference()) is not None]
+        if self._readers.share(written, self.frame):
+            self.frame.lost = "it writes to memory that several of its inputs share"
 
     def _external(self, tensor: Tensor, leaves: bool) -> External:
         # Detached: itself it knows the graph, which may come to know the segment.
@@ -356,9 +349,7 @@ class Run:
             state = self.frame.state
             if state.home == "host" and state.save == "inputs" and not self.is_first and not self._is_last():
                 self.frame.park_input(noted, self.experience.for_device(self.device), early=True)
-        pointer = pointer_of(tensor)
-        if pointer is not None:
-            self._readers.setdefault(pointer, []).append((self.frame, weakref.ref(noted)))
+        self._readers.add(tensor, self.frame, noted)
         return noted
 
     # What runs as a whole -----------------------------------------------------------------------------------
@@ -403,7 +394,7 @@ class Run:
             return False
         if self.ordinal >= len(self.experience.segments) and not self._has_seen_all():
             return False  # not the end yet, though the last forward ended here
-        return not any(self._readers.get(pointer_of(buffer) or 0) for buffer in module.buffers())
+        return not self._readers.read_any(module.buffers())
 
     def _has_seen_all(self) -> bool:
         """Whether no cut is left to which this forward might still come."""
@@ -439,7 +430,7 @@ class Run:
             self._note_undivided(leaf, call.snapshot)
         for slot, copy in [] if call.snapshot is None else call.snapshot.copies:
             if slot.tensor is not None:
-                self._give_copy(slot.tensor, copy)
+                self._readers.give_copy(slot.tensor, copy, self.frame)
 
     def _note_undivided(self, leaf: Leaf, after: Snapshot | None) -> None:
         """A compiled module has run: may the compiler save its dear outputs alone next time?"""
@@ -469,19 +460,7 @@ class Run:
         written = leaf.inputs.written()
         self.experience.note_written(leaf.module, written)
         self._after_write([tensor for place, tensor in enumerate(leaf.inputs.tensors) if place in written])
-        for tensor in leaf.inputs.tensors:
-            for _, external in self._readers_of(pointer_of(tensor) or 0):
-                external.uncopy()
-
-    def _give_copy(self, buffer: Tensor, copy: Tensor) -> None:
-        """A module changed a buffer; who read it before needs it as it was."""
-        for frame, external in self._readers_of(pointer_of(buffer) or 0):
-            if frame is self.frame:
-                frame.tape.forget(external)  # who reads it from now on reads something else
-            if external.tensor is not None and not external.is_copy:
-                old = external.tensor
-                offset = old.storage_offset() - buffer.storage_offset()
-                external.replace(copy.as_strided(old.size(), old.stride(), offset).clone())
+        self._readers.uncopy(leaf.inputs.tensors)
 
     def _end_leaf(self) -> Leaf | None:
         leaf, self._leaf = self._leaf, None
@@ -523,10 +502,6 @@ def _is_called(model: nn.Module) -> bool:
 def _top_hooks() -> Any:
     """The innermost hooks on what autograd saves."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-
-def _pointers(tensors: list[Tensor]) -> set[int]:
-    return {pointer for tensor in tensors if (pointer := pointer_of(tensor)) is not None}
 
 
 def _is_repeated(frame: Frame) -> bool:
