@@ -71,9 +71,9 @@ class PlannedStep:
         """
         device = self.engine.updater.device
         for attempt in range(1 + MOST_RETRIES):
-            before = Before(self.step.model)
-            merged, failure = None, None
+            before, merged, failure = None, None, None
             try:
+                before = Before(self.step.model)  # which takes memory too
                 merged = self.step.merge(batch, reduce_later=True)
             except torch.OutOfMemoryError as error:
                 failure = error.with_traceback(None)  # whose frames hold activations
@@ -82,7 +82,8 @@ class PlannedStep:
                 return merged
             merged = None
             self.engine.window.start_over()
-            before.restore()
+            if before is not None:
+                before.restore()
             if attempt == MOST_RETRIES:
                 raise failure or torch.OutOfMemoryError(f"another worker ran out of memory {attempt + 1} times.")
             self.planning.shrink(failure)
