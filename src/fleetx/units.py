@@ -47,6 +47,14 @@ def format_bytes(n: int) -> str:
     return text
 
 
+def format_apart(first: int, second: int) -> tuple[str, str]:
+    """Two different amounts for people: in bytes if they would read the same otherwise."""
+    texts = format_bytes(first), format_bytes(second)
+    if first == second or texts[0] != texts[1]:
+        return texts
+    return f"{first:,} bytes", f"{second:,} bytes"
+
+
 _EXAMPLE = 'write for example "30GiB", "1.5 GB" or 32212254720'
 
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from fleetx.bench import plan as bench
 from fleetx.bench.planning import grid
 from fleetx.bench.planning.cases import CASES, KIB, TINY_CASES, Case, Trained
-from fleetx.bench.planning.measuring import compared
+from fleetx.bench.planning.measuring import compared, key_of
 from fleetx.bench.planning.running import Runner
 from fleetx.bench.planning.simulated import SimulatedDevice
 from fleetx.bench.planning.unet import UNet
@@ -75,8 +75,10 @@ def test_a_run_that_is_out_of_time_is_taken_up_where_it_ended(cases, tmp_path, m
 
 
 def test_cases_are_chosen_by_name_and_those_without_their_library_are_left_out(cases):
-    assert [case.name for case in bench.chosen(cases, None)] == ["stack"]
-    with pytest.raises(ValueError, match="no case has 'vgg' in its name: choose among stack, other"):
+    assert [case.name for case in bench.chosen(cases, "")] == ["stack"]
+    budget = cases[0].budgets[-1]
+    assert [case.budgets for case in bench.chosen(cases, f"^{key_of(cases[0], budget)}$")] == [[budget]]
+    with pytest.raises(ValueError, match=r"nothing that is measured is called 'vgg': choose among stack in 800 KiB"):
         bench.chosen(cases, "vgg")
 
 

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 import fleetx
+from fleetx.planner.updating import moved_by
 
 
 def net():
@@ -32,6 +33,13 @@ def asked(model=None, **settings):
         ({"optimizer": "adam"}, TypeError, "must be a torch optimizer or None, got 'adam'"),
         ({"precision": "bf16"}, TypeError, "got 'bf16': write for example precision=torch.bfloat16"),
         ({"precision": torch.int8}, ValueError, "got torch.int8: autocast knows no other"),
+        ({"checkpoints": ["q*"]}, ValueError, "no module 'q\\*' to cut at: model.named_modules"),
+        ({"checkpoints": ["*", "1"]}, ValueError, "'1' is named twice"),
+        ({"loss_fn": lambda out, y: (out - y) ** 2}, ValueError, "loss_fn returned .* shape .* a loss is one number"),
+        ({"loss_fn": lambda out, y: (out.mean(), out)}, TypeError, "loss_fn returned .* one number, not a tuple"),
+        ({"loss_fn": lambda out, y: out.mean().item()}, TypeError, "loss_fn returned .* one number, not a float"),
+        ({"loss_fn": lambda out, y: out.mean().detach()}, ValueError, "loss_fn returned has no gradient, so .* detach"),
+        ({"loss_fn": lambda out, y: out.argmax()}, ValueError, "what loss_fn returned has no gradient"),
         ({"loss_fn": None}, TypeError, "without loss_fn the model is called with all of the sample, got 2 parts"),
     ],
 )
@@ -46,3 +54,53 @@ def test_what_is_doubtful_is_noted():
     first, second = asked(net().eval(), optimizer=other).notes
     assert "eval() mode" in first
     assert "none of this model's parameters" in second
+
+
+@pytest.mark.parametrize("loss_fn", [functional.mse_loss, None])
+def test_a_plan_made_in_inference_mode_says_why_there_are_no_gradients(loss_fn):
+    sample = torch.randn(4, 16), torch.randn(4, 16)
+    with torch.inference_mode(), pytest.raises(ValueError, match="inference_mode is on, plan outside of it"):
+        fleetx.plan(net(), sample if loss_fn else sample[0], loss_fn=loss_fn, memory="1MiB", bandwidth=0.0)
+
+
+def test_losses_in_a_dict_are_planned_as_step_trains_them():
+    both = asked(loss_fn=lambda out, y: {"near": functional.mse_loss(out, y), "far": functional.l1_loss(out, y)})
+    assert both.global_batch == 4
+
+
+def test_what_has_no_memory_cannot_be_measured():
+    with pytest.raises(ValueError, match="got '0.0.weight' and 7 more on the meta device.* materialise the model"):
+        asked(net().to("meta"))
+    half = net()
+    half[1].register_buffer("table", torch.empty(3, device="meta"))
+    with pytest.raises(ValueError, match="got '1.table' on the meta device"):
+        asked(half)
+    sample = torch.empty(4, 16, device="meta"), torch.randn(4, 16)
+    with pytest.raises(ValueError, match="a sample must have values"):
+        fleetx.plan(net(), sample, loss_fn=functional.mse_loss, memory="1MiB")
+
+
+def test_checkpoints_may_be_globs():
+    assert asked(checkpoints=["*"]).names == ("0", "1", "2", "3")
+    assert asked(checkpoints=["2", "?.0"]).names == ("0.0", "1.0", "2.0", "2", "3.0")
+
+
+def test_parameters_that_the_optimizer_does_not_have_take_no_state_and_are_noted():
+    model = net()
+    whole = asked(model, optimizer=torch.optim.AdamW(model.parameters()))
+    part = asked(model, optimizer=torch.optim.AdamW(model[0].parameters()))  # not what was kept on disk for the first
+    assert part.peak_by_kind["optimizer"] == whole.peak_by_kind["optimizer"] / 4
+    assert whole.notes == ()
+    assert "does not update 6 of 8 trainable parameters" in part.notes[0]
+    model[1:].requires_grad_(False)
+    assert asked(model, optimizer=torch.optim.AdamW(model[0].parameters())).notes == ()
+
+
+def test_masters_of_an_optimizer_stand_for_the_parameters_of_low_precision():
+    model = net().bfloat16()
+    model[3].float()
+    parameters = list(model.parameters())
+    masters = [parameter.detach().float().requires_grad_() for parameter in parameters[:6]]
+    assert len(moved_by(torch.optim.AdamW([*masters, *parameters[6:]]), parameters)) == 8
+    assert len(moved_by(torch.optim.AdamW(parameters[6:]), parameters)) == 2
+    assert moved_by(None, parameters) == []

@@ -129,6 +129,16 @@ def test_if_not_even_the_weights_fit_the_error_says_so():
     plan_for(transformer(), memory=caught.value.least_memory, global_batch=64, curve=False)
 
 
+def test_a_budget_that_is_a_byte_too_small_does_not_read_as_if_it_were_enough():
+    with pytest.raises(DoesNotFit) as caught:
+        plan_for(transformer(), memory=2 * GIB, global_batch=64)
+    least = caught.value.least_memory
+    with pytest.raises(
+        DoesNotFit, match=f"at least {least:,} bytes on the device, and the budget is {least - 1:,} bytes"
+    ):
+        plan_for(transformer(), memory=least - 1, global_batch=64)
+
+
 def test_the_allocators_reserve_is_part_of_the_peak():
     plan = plan_for(transformer(reserve=Reserve(1.05, 20 * 2**20)), memory=32 * GIB, global_batch=512, curve=False)
     assert plan.peak <= 32 * GIB
@@ -203,6 +213,9 @@ def test_a_plan_with_a_state_too_few_is_refused():
         ("states", [["bogus", "device", ["matmul"]]] * 2),
         ("states", [["inputs", "moon", ["matmul", "convolution", "attention"]]] * 2),
         ("names", [1, 2]),
+        ("micro_batch", 3),
+        ("k_steps", 5),
+        ("fingerprint", 7),
     ],
 )
 def test_a_damaged_plan_is_refused_with_the_value_that_is_wrong(name, value):
@@ -217,12 +230,41 @@ def test_a_plan_can_be_saved_and_loaded(tmp_path):
     assert Plan.load(tmp_path / "plan.json") == plan
 
 
+def test_files_that_cannot_be_a_plan_or_hold_one_are_told_in_words(tmp_path):
+    plan = plan_for(transformer(2), memory=32 * GIB, global_batch=4, curve=False)
+    with pytest.raises(
+        FileNotFoundError, match="saved in a folder that exists, got '.*none/plan.json': make .*none first"
+    ):
+        plan.save(tmp_path / "none" / "plan.json")
+    (tmp_path / "plan.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="a plan is text in UTF-8, and '.*plan.json' is not"):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_a_plan_is_refused_by_models_whose_planned_modules_differ():
+    model = sequential()
+    plan = Plan.from_json(hand_made([AGAIN] + [EVERYTHING] * 5).of(model).to_json())
+    plan.apply(model).remove()
+    plan.apply(sequential()).remove()
+    wider = nn.Sequential(*(nn.Linear(9, 9) for _ in range(6)))
+    with pytest.raises(ValueError, match="model that it was made for, got another one: its modules '0' … '5'"):
+        plan.apply(wider)
+    values = json.loads(plan.to_json())
+    del values["fingerprint"]  # as plans of old have none
+    Plan.from_json(json.dumps(values)).apply(wider).remove()
+    with pytest.raises(ValueError, match="no module is called '3'"):  # which keeps everything, and is not installed
+        plan.apply(sequential()[:3])
+
+
 def test_equal_segments_are_folded_in_the_table():
     names = [f"encoder.layer.{i}" for i in range(5)] + ["head"]
     rows = folded(names, [AWAY, AWAY, AWAY, EVERYTHING, EVERYTHING, EVERYTHING])
-    assert rows == [("encoder.layer.0–2", 3, AWAY), ("encoder.layer.3 … head", 3, EVERYTHING)]
+    assert rows == [("encoder.layer.0–2", 3, AWAY), ("encoder.layer.3–4, head", 3, EVERYTHING)]
     assert folded(["a.1.b", "a.2.b", "a.9.b"], [AGAIN] * 3) == [("a.1–9.b", 3, AGAIN)]
     assert folded(["stem"], [AGAIN]) == [("stem", 1, AGAIN)]
+    net = ["down.2", "down.3", "middle", "up.0", "up.1", "up.2"]
+    assert folded(net, [AGAIN] * 6) == [("down.2–3, middle, up.0–2", 6, AGAIN)]
+    assert folded(list("abcde"), [AGAIN] * 5) == [("a … e", 5, AGAIN)]
 
 
 def test_blocks_that_are_cut_inside_are_folded_by_their_parts():

@@ -1,7 +1,7 @@
 import copy
 import json
 import logging
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import replace
 from functools import partial
 
@@ -26,7 +26,7 @@ from fleetx.planner.solve import least_memory
 from fleetx.planner.timing import Timing
 from fleetx.planner.tracing import trace
 from fleetx.planner.trials import MOST_SAMPLES, Trials
-from fleetx.planner.untouched import untouched
+from fleetx.planner.untouched import Before, untouched
 from fleetx.planner.updating import cost_of_update
 from fleetx.planner.verify import until_verified, verify
 from fleetx.strategy import DistributedStrategy
@@ -273,6 +273,12 @@ def test_whatever_changes_is_measured_anew():
     assert cache.key_of(feeding, tuple(t[:1] for t in sample), cuts, {}) == keys[0]  # any number of samples
 
 
+def test_the_same_model_on_another_kind_of_device_has_a_profile_of_its_own():
+    sample = (torch.randn(2, 4),)
+    keys = [cache.key_of(Feeding(nn.Linear(4, 4, device=device)), sample, [], {}) for device in ("cpu", "meta")]
+    assert keys[0] != keys[1]
+
+
 def test_what_a_name_does_not_tell_is_measured_anew():
     model, sample = gpt(2)
     losses = [partial(nn.functional.mse_loss, reduction=how) for how in ("sum", "mean")]
@@ -337,6 +343,30 @@ def test_generators_of_modules_are_put_back():
     with untouched(model):
         torch.rand(3, generator=model.own)
     assert torch.rand(1, generator=model.own) == torch.rand(1, generator=torch.Generator().manual_seed(5))
+
+
+def test_tensors_that_are_no_buffers_are_put_back():
+    model = nn.Linear(2, 2)
+    model.count, model.seen = torch.zeros(3), defaultdict(int)
+    with untouched(model):
+        model.count += 1
+        model.seen["x"] += 1
+    assert model.count.sum() == 0
+    assert model.seen == {}
+
+
+def test_hooks_stay_if_there_is_no_memory_to_begin(monkeypatch):
+    model, told = nn.Linear(2, 2), []
+    model.weight.register_post_accumulate_grad_hook(told.append)
+
+    def no_memory(_self, _model):
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(Before, "__init__", no_memory)
+    with pytest.raises(torch.OutOfMemoryError, match="none left"), untouched(model):
+        pass
+    model(torch.ones(1, 2)).sum().backward()
+    assert len(told) == 1
 
 
 def test_what_modules_note_down_is_put_back():
@@ -408,6 +438,33 @@ def test_a_large_sample_is_measured_by_a_part_of_it(monkeypatch):
     assert max(seen) == MOST_SAMPLES
 
 
+def without_times(values):
+    still = [segment | {"forward_seconds": [0.0, 0.0, 0.0]} for segment in values["segments"]]
+    return values | {"segments": still, "tail_forward_seconds": [0.0, 0.0, 0.0]}
+
+
+def test_where_no_folder_can_be_one_message_says_so(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    _told.discard("planner.cache.save")
+    model, sample = gpt(2)
+    with caplog.at_level(logging.WARNING):
+        measure(Feeding(model), sample, ["blocks.0", "blocks.1"], states=FEW_STATES)
+    (said,) = [record.message for record in caplog.records]
+    assert "could not be kept" in said
+    assert "let XDG_CACHE_HOME name a folder" in said
+
+
+def test_a_segment_without_dear_outputs_saves_its_inputs_and_is_not_said_to_save_more():
+    model = nn.Sequential(*(nn.Sequential(nn.Conv1d(4, 4, 3, padding=1), nn.Tanh(), nn.Tanh()) for _ in range(3)))
+    narrow, inputs = State("dear", dear=("attention", "narrow_matmul")), State("inputs")
+    _, profile = profiled(model, (torch.randn(2, 4, 8),), states=(inputs, State("dear"), narrow))
+    assert len(profile.segments) == 3
+    for segment in profile.segments:
+        here = {option.state._replace(home="device") for option in segment.options}
+        assert here == {inputs, State("dear")}  # convolutions are dear
+
+
 def test_a_corrupt_file_is_said_once_and_measured_anew(caplog):
     model, sample = gpt(2)
     cuts = ["blocks.0", "blocks.1"]
@@ -430,6 +487,12 @@ def test_a_corrupt_file_is_said_once_and_measured_anew(caplog):
         lambda values: values | {"fixed": {"parameters": None}},
         lambda values: values | {"tail_bytes": ["many", "more"]},
         lambda values: values | {"sizes": []},
+        lambda values: values | {"sizes": [0, 0]},
+        lambda values: values | {"bandwidth": -1.0},
+        lambda values: values | {"update_seconds": float("nan")},
+        lambda values: values | {"tail_backward_seconds": [-9.0, 0.0, 0.0]},
+        lambda values: values | {"reserve": [0.0, 0]},
+        without_times,
     ],
 )
 def test_a_file_that_says_something_else_is_measured_anew(damage):

@@ -12,7 +12,7 @@ from fleetx.planner.feeding import Feeding
 from fleetx.planner.making import plan_for
 from fleetx.planner.observing import Watch
 from fleetx.planner.profile import measure
-from fleetx.planner.timing import Timing
+from fleetx.planner.timing import Timing, kinds_of
 from fleetx.planner.tracing import Trace, trace
 from fleetx.planner.trials import Trials
 from fleetx.slicing import batch_size
@@ -244,3 +244,12 @@ def test_the_tail_is_counted_with_many_samples_too(monkeypatch):
     assert many.at(4) >= few.at(4)  # never less than what was counted
     monkeypatch.setattr(Counting, "_bytes", lambda *_: None)  # as on a worker that has no room
     assert counting.tail_of_many((4, 8), 32, INPUTS) == few
+
+
+def test_frozen_segments_are_of_another_kind():
+    model, sample = linears()
+    model[:2].requires_grad_(False)
+    assert kinds_of(trace(Feeding(model), sample), CUTS) == [0, 0, 1, 2]  # the third has nobody to tell
+    model[3].eval()
+    model[:2].requires_grad_(True)
+    assert len(set(kinds_of(trace(Feeding(model), sample), CUTS))) == 3  # the first one is given no gradient to pass on

@@ -86,6 +86,12 @@ def test_the_table_explains_its_words():
     assert "narrow matmul outputs" in in_words(State("dear", dear=("narrow_matmul",)))
 
 
+def test_a_peak_in_the_update_is_called_so():
+    plan = plan_for(transformer(4, update_bytes=8 * GIB), memory=32 * GIB, global_batch=4, curve=False)
+    assert any(re.match(r" +update +8 GiB +.*its update", line) for line in str(plan).splitlines())
+    assert "working" not in str(plan)
+
+
 def test_what_is_as_fast_is_not_called_faster():
     profile = transformer(2, overhead=0)
     flat = replace(profile, tail_forward_seconds=NOTHING, tail_backward_seconds=NOTHING)
@@ -105,6 +111,13 @@ def test_a_model_of_the_users_own_is_planned_from_the_command_line(app, maker, t
     assert (tmp_path / "plan.png").exists()
     done = runner.invoke(app, [maker, *options, "--json"])
     assert json.loads(done.stdout)["global_batch"] == 64
+
+
+def test_amounts_on_the_command_line_may_be_plain_bytes(app, maker):
+    done = runner.invoke(app, [maker, "--memory", "262144", "--host-memory", "1000", "--no-bf16", "--json"])
+    assert done.exit_code == 0, done.output
+    values = json.loads(done.stdout)
+    assert (values["memory"], values["host_memory"]) == (262144, 1000)
 
 
 def test_what_does_not_fit_is_said_and_not_thrown(app, maker):

@@ -42,6 +42,17 @@ def test_a_search_that_follows_few_choices_keeps_its_promises(chain, memory, hos
 
 @property_test
 @given(chains(), budgets, caps)
+def test_what_is_faster_is_found_though_a_narrow_search_misses_it(chain, memory, host_memory):
+    best = by_brute_force(chain, memory, host_memory)
+    if best is not None:
+        found = solve(chain, memory, host_memory, faster_than=best + 1e-6, widths=(1, 5000))
+        assert found is not None
+        assert found.seconds == pytest.approx(best)
+        assert solve(chain, memory, host_memory, faster_than=best - 1e-6, widths=(1, 5000)) is None or best < 1e-6
+
+
+@property_test
+@given(chains(), budgets, caps)
 def test_the_solution_is_within_its_budgets_whoever_counts(chain, memory, host_memory):
     found = solve(chain, memory, host_memory)
     if found is not None:

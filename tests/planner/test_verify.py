@@ -11,6 +11,7 @@ from fleetx.planner import cache, verify
 from fleetx.planner.feeding import Feeding
 from fleetx.planner.fitting import DoesNotFit
 from fleetx.planner.making import plan_for
+from fleetx.planner.plan import Moment
 from tests.planner.profiles import transformer
 
 GIB = 2**30
@@ -53,6 +54,44 @@ def test_a_plan_within_the_budget_is_kept_if_no_further_one_is_possible(monkeypa
     assert base.peak * 1.1 < base.memory
     plan = found(make)
     assert plan.measured.peak == int(base.peak * 1.1)
+
+
+def test_a_plan_that_is_kept_does_not_promise_less_than_it_took(monkeypatch):
+    base, make = plans(5)
+    taking(monkeypatch, (int(base.peak * 1.1), 5.0))
+    plan = found(make)
+    assert plan.peak == plan.measured.peak == sum(plan.peak_by_kind.values())
+    assert plan.fixed_bytes - base.fixed_bytes == plan.peak_by_kind["unexplained"] == plan.peak - base.peak
+
+
+@pytest.mark.parametrize(("part", "rest"), [(1.2, 0.001), (0.8, 0.03), (0.5, 0.03)])
+def test_the_same_plan_is_not_tried_again_but_says_what_is_known(monkeypatch, part, rest):
+    def make(profile):
+        return plan_for(profile, memory=16 * GIB, global_batch=8, curve=False)
+
+    base = make(transformer(4))
+    moments = (Moment("end", "backward", GIB, 2 * GIB),)
+    taking(monkeypatch, (int(base.peak * part), 5.0, moments))  # a second trial would fail
+    plan, profile = verify.until_verified(transformer(4), FEEDING, None, make)
+    assert plan.states == base.states
+    assert plan.peak == pytest.approx(plan.measured.peak, rel=rest)
+    assert plan.peak == sum(plan.peak_by_kind.values())
+    assert plan.moments == moments
+    assert make(profile).peak == plan.peak  # the profile goes with these figures
+
+
+def test_an_update_that_was_not_tried_is_still_predicted(monkeypatch):
+    """Micro-batches that took less than the update is to take say nothing of it."""
+    profile = transformer(4, update_bytes=4 * GIB)
+
+    def make(profile):
+        return plan_for(profile, memory=16 * GIB, global_batch=8, curve=False)
+
+    base = make(profile)
+    assert base.peak_by_kind["update"] == 4 * GIB
+    assert base.peak_of_trial < 0.9 * base.peak
+    taking(monkeypatch, (base.peak_of_trial, 5.0))
+    assert verify.until_verified(profile, FEEDING, None, make).plan.peak == base.peak
 
 
 @pytest.mark.parametrize("took", [None, (17 * GIB, 5.0)])

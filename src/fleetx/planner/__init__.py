@@ -51,10 +51,11 @@ def plan(
     reserve (default: what is free, less a margin), `host_memory` what offload may use (default: no limit).
 
     `one_forward=True` keeps the batch whole, for losses that couple its samples. `checkpoints` names the modules to cut
-    at; `"auto"` finds the model's blocks, and cuts each in two if whole ones do not fit. `precision` is the dtype of
-    autocast. `even` allows only micro-batches of equal size. `bandwidth` is that of the host link in bytes per second,
-    measured if not given. What was measured is kept on disk if `cached`. `verify=True` runs the plan on real
-    micro-batches, and plans anew if they take more than the budget, or differ from the prediction by more than 3 %.
+    at, by globs too; `"auto"` finds the model's blocks, and cuts each in two if whole ones do not fit. `precision` is
+    the dtype of autocast. `even` allows only micro-batches of equal size. `bandwidth` is that of the host link in bytes
+    per second, measured if not given. What was measured is kept on disk if `cached`. `verify=True` runs the plan on
+    real micro-batches, and plans anew if they take more than the budget, or differ from the prediction by more than
+    3 %.
 
     The model, its gradients, buffers and all random generators are as before afterwards.
     """
@@ -86,5 +87,5 @@ def plan(
             cache.forget(key_of(feeding, sample, cuts, optimizer, compile, bandwidth=bandwidth))
         return with_doubtful_time(verified)
 
-    ways = ways_to_cut(feeding, sample) if isinstance(checkpoints, str) else [list(checkpoints)]
-    return first_that_fits(ways, planned)
+    ways = ways_to_cut(feeding, sample) if isinstance(checkpoints, str) else [asked.cuts_at(model, checkpoints)]
+    return first_that_fits(ways, planned).of(model)

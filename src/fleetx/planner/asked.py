@@ -2,14 +2,18 @@
 
 import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from fleetx.memory import Segment
+from fleetx.memory.names import find_cuts, matches
+from fleetx.memory.structures import tensors_in
 from fleetx.notices import shown
+from fleetx.planner.updating import moved_by
 from fleetx.slicing import Batch
 
 _PRECISIONS = (torch.bfloat16, torch.float16)
@@ -29,8 +33,14 @@ def check(
     _check_optimizer(optimizer)
     _check_precision(precision)
     _check_checkpoints(model, checkpoints)
+    _check_memory(model, sample)
     if loss_fn is None:
         _check_call(model, sample)
+
+
+def cuts_at(model: nn.Module, checkpoints: Sequence[str]) -> list[str]:
+    """The modules that checkpoints name, one by one or by globs."""
+    return list(find_cuts(model, [Segment(name) for name in checkpoints]).modules)
 
 
 def doubts(model: nn.Module, optimizer: Optimizer | None) -> tuple[str, ...]:
@@ -38,11 +48,35 @@ def doubts(model: nn.Module, optimizer: Optimizer | None) -> tuple[str, ...]:
     notes = []
     if not model.training:
         notes.append("the model is in eval() mode and was planned so; model.train() before planning, if it trains.")
-    own = {id(parameter) for parameter in model.parameters()}
-    moved = [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
-    if moved and own.isdisjoint(map(id, moved)):
-        notes.append("the optimizer has none of this model's parameters; one of its kind was planned for them.")
+    if optimizer is not None:
+        notes += _doubts_of_optimizer(model, optimizer)
     return tuple(notes)
+
+
+def _doubts_of_optimizer(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    moved = moved_by(optimizer, trained)
+    if not moved:
+        return ["the optimizer has none of this model's parameters; one of its kind was planned for them."]
+    if len(moved) == len(trained):
+        return []
+    return [
+        f"the optimizer does not update {len(trained) - len(moved):,} of {len(trained):,} trainable parameters: they "
+        "have gradients, and no state of it was planned for them. Freeze them, or give them to it."
+    ]
+
+
+def _check_memory(model: nn.Module, sample: Batch) -> None:
+    """What is on the meta device has no memory: nothing could be measured, and all would seem to fit."""
+    empty = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
+    if empty:
+        more = f" and {len(empty) - 1:,} more" if len(empty) > 1 else ""
+        raise ValueError(
+            f"a model is measured where it trains, got {empty[0]!r}{more} on the meta device, which has no memory: "
+            "materialise the model first, for example with model.to_empty(device=...), and load its weights."
+        )
+    if any(tensor.is_meta for tensor in tensors_in(sample)):
+        raise ValueError("a sample must have values, got a tensor on the meta device: give a real batch.")
 
 
 def _check_optimizer(optimizer: object) -> None:
@@ -73,7 +107,7 @@ def _check_checkpoints(model: nn.Module, checkpoints: object) -> None:
     if not checkpoints:
         raise ValueError('checkpoints must name at least one module, got none: leave them to FleetX with "auto".')
     known = [name for name, _ in model.named_modules(remove_duplicate=False)]
-    unknown = [name for name in checkpoints if name not in known]
+    unknown = [pattern for pattern in checkpoints if not any(name and matches(name, pattern) for name in known)]
     if unknown:
         near = difflib.get_close_matches(unknown[0], known, n=3)
         remedy = f"did you mean {' or '.join(map(repr, near))}?" if near else "model.named_modules() lists all names."

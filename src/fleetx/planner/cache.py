@@ -22,6 +22,7 @@ from fleetx.slicing import Batch, map_tensors
 from fleetx.version import __version__
 
 FORMAT = 6
+_REMEDY = "let XDG_CACHE_HOME name a folder that can be written to."
 _PLAIN = (bool, int, float, str, torch.dtype)
 
 
@@ -39,8 +40,8 @@ def key_of(feeding: Feeding, sample: Batch, cuts: Sequence[str], settings: Mappi
         "described": repr(model),
         "code": sorted({_code(type(module)) for module in model.modules()}),
         "attributes": [(name, _attributes(module)) for name, module in model.named_modules()],
-        "parameters": [(n, list(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()],
-        "buffers": [(n, list(b.shape), str(b.dtype)) for n, b in model.named_buffers()],
+        "parameters": [(*_described(n, p), p.requires_grad) for n, p in model.named_parameters()],
+        "buffers": [_described(n, b) for n, b in model.named_buffers()],
         "training": [module.training for module in model.modules()],
         "sample": _shapes(sample),
         "hooks": [(name, _hook(hook)) for name, m in model.named_modules() for hook in m._forward_pre_hooks.values()],
@@ -61,9 +62,9 @@ def load(key: str) -> Profile | None:
     path = folder() / f"{key}.json"
     try:
         profile = Profile.from_dict(json.loads(path.read_text(encoding="utf-8")))
-        _ = profile.chain(profile.sizes[1]).fixed_bytes  # where there is something else than a figure, this raises
+        profile.check()
         return profile
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # where no folder can be, `save` says so
         return None
     except Exception as error:  # whatever the file has become
         tell_once(
@@ -82,7 +83,7 @@ def save(key: str, profile: Profile) -> None:
             json.dump(profile.as_dict(), file)
         Path(file.name).replace(folder() / f"{key}.json")
     except OSError as error:
-        tell_once("planner.cache.save", f"the profile could not be kept for next time: {error}")
+        tell_once("planner.cache.save", f"the profile could not be kept for next time ({error}): {_REMEDY}")
 
 
 def forget(key: str) -> None:
@@ -94,6 +95,10 @@ def forget(key: str) -> None:
 def device_name(device: torch.device) -> str:
     """What people call the device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+
+
+def _described(name: str, tensor: Tensor) -> tuple[Any, ...]:
+    return name, list(tensor.shape), str(tensor.dtype), tensor.device.type
 
 
 def _hook(hook: Any) -> str:

@@ -142,7 +142,8 @@ class Evaluation:
     def peak_by_kind(self) -> dict[str, int]:
         """What the peak is made of."""
         point = self.highest
-        kinds = {"activations kept": point.kept, "working": point.working, "in flight": point.moving}
+        working = "update" if point.phase == "update" else "working"
+        kinds = {"activations kept": point.kept, working: point.working, "in flight": point.moving}
         return {**self.fixed, "gradients": self.fixed.get("gradients", 0) + point.gradients, **kinds}
 
 

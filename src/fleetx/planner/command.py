@@ -25,7 +25,7 @@ def plan_command(
     seq_len: Annotated[int, typer.Option(min=8, help="Tokens per sample of a BERT.")] = 512,
     image_size: Annotated[int, typer.Option(min=32, help="Pixels per side of an image.")] = 224,
     global_batch: Annotated[int | None, typer.Option(min=1, help="Samples that one update sees.")] = None,
-    memory: Annotated[str | None, typer.Option(help="What the device may reserve, such as 32GiB.")] = None,
+    memory: Annotated[str | None, typer.Option(help="What the device may reserve: 32GiB, or bytes.")] = None,
     host_memory: Annotated[str | None, typer.Option(help="What offload may use of the host.")] = None,
     one_forward: Annotated[bool, typer.Option(help="Keep the batch whole.")] = False,
     compile: Annotated[bool, typer.Option(help="Plan for compiled segments.")] = False,
@@ -48,7 +48,8 @@ def plan_command(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if app is not None and app not in APPLICATIONS:
         raise typer.BadParameter(f"--app must be one of {', '.join(APPLICATIONS)}, got {app!r}.")
-    budget = _checked_budget(torch.device(device), memory, host_memory)
+    device_memory, offloaded = _amount(memory), _amount(host_memory)
+    budget = _checked_budget(torch.device(device), device_memory, offloaded)
     _check_paths(out, picture)
     made: tuple[Any, ...] = application(app, seq_len, image_size) if app is not None else _made(str(maker))
     model, sample, loss_fn = (*made, None)[:3]
@@ -63,8 +64,8 @@ def plan_command(
             sample,
             loss_fn=loss_fn,
             optimizer=optimizer,
-            memory=memory,
-            host_memory=host_memory,
+            memory=device_memory,
+            host_memory=offloaded,
             global_batch=global_batch,
             one_forward=one_forward,
             compile=compile,
@@ -82,7 +83,12 @@ def plan_command(
         typer.echo(f"drawn: {draw_plan(plan, picture)}", err=True)
 
 
-def _checked_budget(device: "torch.device", memory: str | None, host_memory: str | None) -> int:
+def _amount(text: str | None) -> int | str | None:
+    """On a command line all is text: a number without a unit is bytes, as an int is elsewhere."""
+    return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) <= 18 else text
+
+
+def _checked_budget(device: "torch.device", memory: int | str | None, host_memory: int | str | None) -> int:
     """The budget in bytes; what is wrong with the amounts is said before anything is measured."""
     from fleetx.planner.budget import budget_on
     from fleetx.units import parse_bytes
@@ -115,13 +121,14 @@ def _check_paths(out: Path | None, picture: Path | None) -> None:
 def _require_room_for_weights(model: Any, optimizer: Any, budget: int) -> None:
     """What is there whatever the plan: if already that is too much, nothing needs to be measured."""
     from fleetx.planner.updating import cost_of_update, fixed_bytes
-    from fleetx.units import format_bytes
+    from fleetx.units import format_apart
 
     needed = sum(fixed_bytes(model, cost_of_update(model, optimizer)).values())
     if needed > budget:
+        least, most = format_apart(needed, budget)
         typer.echo(
-            f"training needs at least {format_bytes(needed)} for weights, gradients and AdamW's state alone, and the "
-            f"budget is {format_bytes(budget)}: give more --memory, or take a smaller model.",
+            f"training needs at least {least} for weights, gradients and AdamW's state alone, and the "
+            f"budget is {most}: give more --memory, or take a smaller model.",
             err=True,
         )
         raise typer.Exit(1)

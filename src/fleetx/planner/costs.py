@@ -1,7 +1,7 @@
 """What a step costs at any micro-batch size: bytes and seconds as straight lines, from measurements at a few sizes."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -95,6 +95,11 @@ class OptionCost:
     holds: Line = NOTHING
     released: Line = NOTHING
 
+    @property
+    def bytes(self) -> tuple[Line, ...]:
+        """All but the time."""
+        return self.kept, self.forward_bytes, self.backward_bytes, self.sent, self.holds, self.released
+
     def at(self, micro_batch: int) -> Option:
         """At a micro-batch size."""
         return Option(
@@ -116,6 +121,18 @@ class SegmentCost:
     name: str
     forward_seconds: Line
     options: tuple[OptionCost, ...]
+
+    def distinct(self) -> "SegmentCost":
+        """Without states that save dear outputs where there are none: they save the inputs, and no more.
+
+        Told by their bytes on the device: two measured times are never quite the same, and copies differ in when they
+        are over.
+        """
+        bytes_of = {option.state: option.bytes for option in self.options}
+        least = bytes_of.get(State("inputs"))
+        repeated = [s for s, size in bytes_of.items() if (s.save, s.home) == ("dear", "device") and size == least]
+        differing = [o for o in self.options if o.state._replace(home="device") not in repeated]
+        return replace(self, options=tuple(differing))
 
 
 @dataclass(frozen=True)
@@ -195,6 +212,17 @@ class Profile:
         """How much longer than the next segment's forward it takes until all is gone."""
         return max(0.0, option.sent / self.bandwidth - window) if option.sent else 0.0
 
+    def check(self) -> None:
+        """Raise if these figures cannot have been measured; a file may have become anything."""
+        wrong = [number for number in _numbers(self.as_dict()) if not 0 <= number < math.inf]
+        if wrong:
+            raise ValueError(f"what was measured is finite and not negative, got {wrong[0]}")
+        if self.reserve.factor < 1 or not 1 <= self.sizes[0] < self.sizes[1] or self.smallest < 1:
+            raise ValueError(f"impossible figures: {self.reserve}, sizes {self.sizes}, smallest {self.smallest}")
+        chain = self.chain(self.sizes[1])
+        if chain.fixed_bytes < 0 or not sum(chain.forward_seconds()) > 0:
+            raise ValueError("a step takes memory and time, got less than none")
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)
@@ -215,6 +243,17 @@ class Profile:
         made["segments"] = tuple(_segment(one) for one in values["segments"])
         made |= {name: tuple(values[name]) for name in ("sizes", "notes", "gradient_parts")}
         return cls(**made)
+
+
+def _numbers(values: Any) -> Iterator[float]:
+    """All numbers in what JSON can hold."""
+    if isinstance(values, Mapping):
+        values = list(values.values())
+    if isinstance(values, list | tuple):
+        for value in values:
+            yield from _numbers(value)
+    elif isinstance(values, int | float):
+        yield values
 
 
 def _more(state: State) -> float:

@@ -36,7 +36,10 @@ class Feeding:
     def loss(self, batch: Batch) -> Tensor:
         """One forward."""
         with self._low_precision():
-            return _one_number(self._output(batch))
+            output = self._output(batch)
+            if self.loss_fn is not None and self.compute is None:
+                _require_losses(output)
+            return _one_number(output)
 
     def _output(self, batch: Batch) -> Any:
         if self.compute is not None:
@@ -67,13 +70,33 @@ def _called(model: nn.Module, inputs: Any) -> Any:
     return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
 
 
+def _require_losses(given: Any) -> None:
+    """What a loss function gave must be what `fleetx.Step` trains: it would plan another training otherwise."""
+    from fleetx.batch_step import named_losses  # which plans too
+
+    try:
+        losses = named_losses(given, needs_gradient=False)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"what loss_fn returned is not a loss: {error}") from error
+    if not any(loss.requires_grad for loss in losses.values()):
+        raise ValueError(
+            f"what loss_fn returned has no gradient, so there is no backward to plan{_gradients_are_off()}. Compute "
+            "the loss from the model's output, without detach() or no_grad, and let parameters require gradients."
+        )
+
+
+def _gradients_are_off() -> str:
+    """Why nothing has a gradient, where that is known; the planner itself sees to it that no_grad is not on."""
+    return ": torch.inference_mode is on, plan outside of it" if torch.is_inference_mode_enabled() else ""
+
+
 def _one_number(output: Any) -> Tensor:
     """The loss, or the sum of several; of an output that has none, something that has a gradient for all of it."""
     found = _with_gradients(_losses(output)) or _with_gradients(tensors_in(output))
     if not found:
         raise ValueError(
-            "the model's output has no tensor with a gradient, so there is no backward to plan. Call model.train(), "
-            "let parameters require gradients, or give a loss_fn."
+            "the model's output has no tensor with a gradient, so there is no backward to "
+            f"plan{_gradients_are_off()}. Call model.train(), let parameters require gradients, or give a loss_fn."
         )
     return torch.stack([t.float().mean() for t in found]).sum()
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeVar
 
 from fleetx.planner.search import Search
-from fleetx.units import format_bytes, parse_bytes
+from fleetx.units import format_apart, format_bytes, parse_bytes
 
 
 class DoesNotFit(ValueError):  # noqa: N818 - it reads as what it says
@@ -53,10 +53,12 @@ def does_not_fit(
     whole = f"{search.global_batch:,} samples in one forward need" if one_forward else "one sample at a time needs"
     if not one_forward and (k_steps is not None or search.cuts[0].micro_batch > 1):
         whole = f"micro-batches of {search.cuts[0].micro_batch:,} samples need"
+    budget = format_bytes(memory)
     if least is None:
         rule = "no plan is possible within this host memory"
     else:
-        rule = f"{whole} at least {format_bytes(least)} on the device"
+        needed, budget = format_apart(least, memory)
+        rule = f"{whole} at least {needed} on the device"
     remedies = [] if least is None else [f"give {words.memory}={_enough(least)!r} or more"]
     if one_forward and largest:
         remedies.append(f"take at most {largest:,} samples in one forward")
@@ -71,7 +73,7 @@ def does_not_fit(
         )
     elif not one_forward:
         remedies.append("take a smaller model or shorter inputs")
-    message = f"{rule}, and the budget is {format_bytes(memory)}: {', or '.join(remedies)}."
+    message = f"{rule}, and the budget is {budget}: {', or '.join(remedies)}."
     return DoesNotFit(message, least, largest)
 
 

@@ -1,5 +1,6 @@
 """A plan: micro-batch, merge, and the state of every segment, with what they are predicted to cost."""
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from torch import nn
 from fleetx import memory
 from fleetx.memory import Applied, Segment, applied_to
 from fleetx.memory.experience import Experience
-from fleetx.memory.names import find_cuts
+from fleetx.memory.names import Cuts, find_cuts
 from fleetx.notices import shown
 from fleetx.planner.chain import Point, State
 
@@ -88,6 +89,7 @@ class Plan:
     device: str = ""
     notes: tuple[str, ...] = field(default=())
     moments: tuple[Moment, ...] = ()  # of a real step, if one was watched cut by cut
+    fingerprint: str = ""  # of the modules that were planned, if that is known
 
     @property
     def verified(self) -> bool:
@@ -99,9 +101,33 @@ class Plan:
         """Whether there is one micro-batch, before which the last gradients are freed."""
         return any(point.gradients for point in self.timeline)
 
+    @property
+    def peak_of_trial(self) -> int:
+        """The predicted peak of micro-batches without the update, which is not tried: it may take more than they do."""
+        tried = [point.bytes for point in self.timeline if point.phase != "update"]
+        return self.peak - (max(point.bytes for point in self.timeline) - max(tried) if tried else 0)
+
     def with_measurement(self, peak: int, seconds: float, moments: tuple[Moment, ...] = ()) -> "Plan":
         """The same plan, after a real step."""
         return replace(self, measured=Measured(int(peak), float(seconds)), moments=moments or self.moments)
+
+    def measured_as(self, other: "Plan") -> "Plan":
+        """This plan with what was measured of another one that does the same."""
+        return replace(self, measured=other.measured, moments=other.moments)
+
+    def taking_more(self, missing: int) -> "Plan":
+        """The same plan, predicted to take so many bytes more at any moment."""
+        unexplained = self.peak_by_kind.get("unexplained", 0) + missing
+        return replace(
+            self,
+            peak=self.peak + missing,
+            peak_by_kind={**self.peak_by_kind, "unexplained": unexplained},
+            fixed_bytes=self.fixed_bytes + missing,
+        )
+
+    def of(self, model: nn.Module) -> "Plan":
+        """The same plan, which from now on refuses models whose planned modules have other parameters."""
+        return replace(self, fingerprint=fingerprint_of(model, self.names))
 
     def segments(self) -> list[Segment]:
         """What `fleetx.memory.apply` is to be given.
@@ -123,19 +149,33 @@ class Plan:
         The caller cuts the batch: `k_steps` micro-batches of `micro_batch` samples. `remove()` of what is returned
         takes the plan off again.
         """
+        cuts = self._cuts_of(model)
         segments = self.segments()
         if not segments:
-            return self._nothing_on(model)
+            return self._nothing_on(model, cuts)
         limit = self.host_memory if any(segment.home == "host" for segment in segments) else None
         return memory.apply(model, segments, host_memory=limit, compile=self.compile, **compile_options)
 
-    def _nothing_on(self, model: nn.Module) -> Applied:
+    def _cuts_of(self, model: nn.Module) -> Cuts:
+        """Where the model is cut; another one than was planned is refused, though it may have the names that are used.
+
+        What keeps everything is not installed, but its figures were predicted too.
+        """
         if not isinstance(model, nn.Module):
             raise TypeError(f"a plan is put on an nn.Module, not on a {type(model).__name__}: give the planned model.")
+        cuts = find_cuts(model, _segments(self.names, self.states))
+        if self.fingerprint and fingerprint_of(model, self.names) != self.fingerprint:
+            raise ValueError(
+                "a plan is put on the model that it was made for, got another one: its modules "
+                f"{self.names[0]!r} … {self.names[-1]!r} have other parameters, or other shapes. Give the planned "
+                "model, or make a plan for this one."
+            )
+        return cuts
+
+    def _nothing_on(self, model: nn.Module, cuts: Cuts) -> Applied:
         if applied_to(model) is not None:
             raise ValueError("this model has a plan already: call remove() of the first one before.")
-        # Not installed; but names that the model has not are refused, as they would be with other states.
-        return Applied(model, Experience(find_cuts(model, _segments(self.names, self.states))))
+        return Applied(model, Experience(cuts))
 
     def to_json(self) -> str:
         """As text that `from_json` reads."""
@@ -164,17 +204,33 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write it to a file."""
+        folder = Path(path).parent
+        if not folder.is_dir():
+            raise FileNotFoundError(f"a plan is saved in a folder that exists, got {str(path)!r}: make {folder} first.")
         Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":
         """Read it from a file."""
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"a plan is text in UTF-8, and {str(path)!r} is not ({error}): write it with plan.save()."
+            ) from error
+        return cls.from_json(text)
 
     def __str__(self) -> str:
         from fleetx.planner.table import as_text
 
         return as_text(self)
+
+
+def fingerprint_of(model: nn.Module, names: Sequence[str]) -> str:
+    """Of the modules with these names: what their parameters are called, and their shapes."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    facts = [(name, [(n, list(p.shape)) for n, p in modules[name].named_parameters()]) for name in names]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
 def _segments(names: Sequence[str], states: Sequence[State]) -> list[Segment]:
@@ -215,6 +271,14 @@ def _require_figures(values: Mapping[str, Any]) -> None:
     for name in _RATES:
         if type(values[name]) not in (int, float) or not 0 <= values[name] < math.inf:
             raise ValueError(f"{name} must be a number, 0 or more, got {shown(values[name])}")
+    batch, steps = values["global_batch"], values["k_steps"]
+    if steps > batch or values["micro_batch"] != math.ceil(batch / steps):
+        raise ValueError(
+            f"{batch} samples in {steps} micro-batches are {math.ceil(batch / steps)} in each, "
+            f"got micro_batch {values['micro_batch']}"
+        )
+    if not isinstance(values.get("fingerprint", ""), str):
+        raise ValueError(f"fingerprint must be text, got {shown(values['fingerprint'])}")
     limit = values["host_memory"]
     if limit is not None and (type(limit) is not int or limit < 0):
         raise ValueError(f"host_memory must be a whole number of bytes or null, got {shown(limit)}")

@@ -27,7 +27,7 @@ from fleetx.planner.timing import Timing
 from fleetx.planner.tracing import Trace, trace
 from fleetx.planner.trials import Trials
 from fleetx.planner.untouched import untouched
-from fleetx.planner.updating import cost_of_update, fixed_bytes
+from fleetx.planner.updating import cost_of_update, fixed_bytes, moved_by
 from fleetx.slicing import Batch
 
 _NARROW = State("dear", dear=("attention", "narrow_matmul"))
@@ -82,12 +82,17 @@ def key_of(
 ) -> str:
     """Under which name `measure` keeps what it finds on disk."""
     states = states or (COMPILED_STATES if compile else STATES)
-    settings = {"optimizer": _described(optimizer), "compile": compile, "states": list(states)}
+    settings = {"optimizer": _described(optimizer, feeding.model), "compile": compile, "states": list(states)}
     return cache.key_of(feeding, sample, cuts, settings | {"sizes": sizes, "bandwidth": bandwidth})
 
 
-def _described(optimizer: Optimizer | None) -> str:
-    return "" if optimizer is None else f"{type(optimizer).__qualname__} {optimizer.defaults}"
+def _described(optimizer: Optimizer | None, model: nn.Module) -> str:
+    """Its kind, its settings, and what it moves: all of that decides what its state takes."""
+    if optimizer is None:
+        return ""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    moved = [names[id(parameter)] for parameter in moved_by(optimizer, list(model.parameters()))]
+    return f"{type(optimizer).__qualname__} {optimizer.defaults} {moved}"
 
 
 class _Measuring:
@@ -152,7 +157,7 @@ class _Measuring:
                 tail_bytes = counting.tail_of_many(counted_at, timed_at[-1], timing.frugal)
                 profile = replace(profile, tail_bytes=tail_bytes)
         self.trials.free()
-        return profile
+        return replace(profile, segments=tuple(segment.distinct() for segment in profile.segments))
 
     @contextmanager
     def _progress(self) -> Iterator[Callable[[str], None]]:

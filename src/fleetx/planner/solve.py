@@ -66,8 +66,10 @@ def solve(
         found, at_least = better or found, max(at_least, bounded)
         if found is None and faster_than == np.inf:
             found = _most_frugal(chain, limits)
-        if found is None:
+        if found is None and at_least >= faster_than:
             break
+        if found is None:
+            continue  # among what this width left out there may be one
         found = found._replace(at_least=min(at_least, found.seconds))
         if found.is_exact:
             break

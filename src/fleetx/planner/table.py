@@ -17,12 +17,15 @@ _WORDS = {
 
 _MEANINGS = {
     "working": "what the segment that runs at the peak takes for itself",
+    "update": "what the optimizer takes for itself: the peak is in its update",
     "in flight": "on the way to the host or back",
     "unexplained": "by how much a real step differed from the prediction",
     "gaps": "between tensors, too small for the next one",
     "allocator": "what it takes in whole steps",
     "others": "what else this process has on the device",
 }
+
+_MOST_RUNS = 4  # in the name of a row
 
 
 def in_words(state: State) -> str:
@@ -70,17 +73,31 @@ def summary(states: Sequence[State]) -> str:
 
 
 def _in_short(names: list[str]) -> str:
-    """`encoder.layer.0-16` for a run of names that differ in one number, and `first … last` for others."""
+    """`encoder.layer.0-16` for a run of names that differ in one number; several such runs, or `first … last`."""
+    runs: list[list[str]] = []
+    for name in names:
+        if runs and _run(runs[-1] + [name]):
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    if len(runs) > _MOST_RUNS:
+        return f"{names[0]} … {names[-1]}"
+    return ", ".join(_run(run) for run in runs)
+
+
+def _run(names: list[str]) -> str:
+    """Names that differ in one number, as one; nothing if they differ in something else."""
     if len(names) == 1:
         return names[0]
     parts = [re.split(r"(\d+)", name) for name in names]
-    if len({len(part) for part in parts}) == 1:
-        columns = list(zip(*parts, strict=True))
-        varying = [i for i, column in enumerate(columns) if len(set(column)) > 1]
-        if len(varying) == 1 and varying[0] % 2 == 1:
-            first, last = columns[varying[0]][0], columns[varying[0]][-1]
-            return "".join([*parts[0][: varying[0]], f"{first}–{last}", *parts[0][varying[0] + 1 :]])
-    return f"{names[0]} … {names[-1]}"
+    if len({len(part) for part in parts}) > 1:
+        return ""
+    columns = list(zip(*parts, strict=True))
+    varying = [i for i, column in enumerate(columns) if len(set(column)) > 1]
+    if len(varying) != 1 or varying[0] % 2 == 0:
+        return ""
+    first, last = columns[varying[0]][0], columns[varying[0]][-1]
+    return "".join([*parts[0][: varying[0]], f"{first}–{last}", *parts[0][varying[0] + 1 :]])
 
 
 def as_text(plan: Plan) -> str:

@@ -222,6 +222,9 @@ def _signature(seen: Trace, cuts: Sequence[str], number: int) -> Any:
     inside = [call for call in seen.calls if start < call.ends <= ends[cuts[number]]]
     parts = []
     for call in inside:
-        sizes = tuple(tuple(parameter.shape) for parameter in call.module.parameters())
-        parts.append((type(call.module), call.module.extra_repr(), call.shapes, sizes))
+        weights = tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in call.module.parameters())
+        # Of frozen modules, and of those behind them, the backward is shorter or there is none.
+        differentiated = len(call.reads), len(call.gives)
+        kind = (type(call.module), call.module.extra_repr(), call.module.training)
+        parts.append((kind, call.shapes, weights, differentiated))
     return tuple(parts)

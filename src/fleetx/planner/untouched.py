@@ -22,6 +22,7 @@ class Before:
         self._buffers = [(owner, name, b, None if b is None else b.detach().clone()) for owner, name, b in _held(model)]
         self._attributes = [(vars(module), vars(module).copy()) for module in model.modules()]
         self._containers = [(held, held.copy()) for held in _containers(model)]
+        self._tensors = [(held, held.detach().clone()) for held in _tensors(model)]
         self._generators = [(one, one.get_state()) for one in _generators(model)]
         self._random = _random_state()
 
@@ -42,6 +43,8 @@ class Before:
             if buffer is not None and copy is not None:
                 with torch.no_grad():
                     buffer.copy_(copy)
+        for held, copy in self._tensors:
+            held.detach().copy_(copy)
 
 
 @contextmanager
@@ -52,18 +55,18 @@ def untouched(model: nn.Module, *, gradients: bool = True) -> Iterator[None]:
     for gradients is told. Weights must not be written to.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
+    before = Before(model)  # which takes memory: if there is too little, nothing has been taken away yet
     saved = [(p, p.grad, _take_hooks(p)) for p in parameters]
-    before = Before(model)
     try:
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter) if gradients else None
         yield
     finally:
-        before.restore()
         for parameter, gradient, hooks in saved:
             parameter.grad = gradient
             if hooks:
                 parameter._post_accumulate_grad_hooks.update(hooks)
+        before.restore()
 
 
 def _held(model: nn.Module) -> list[tuple[nn.Module, str, Tensor | None]]:
@@ -72,8 +75,16 @@ def _held(model: nn.Module) -> list[tuple[nn.Module, str, Tensor | None]]:
 
 def _containers(model: nn.Module) -> list[Any]:
     """Lists, dicts and the like that modules keep for themselves, and may write to: counts, histories."""
-    held = [value for m in model.modules() for name, value in vars(m).items() if name not in _OF_ALL_MODULES]
-    return [value for value in held if type(value) in (list, deque, dict, set)]
+    return [value for value in _attributes(model) if isinstance(value, list | deque | dict | set)]
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    """Tensors that modules keep beside their buffers."""
+    return [value for value in _attributes(model) if isinstance(value, Tensor) and value.layout is torch.strided]
+
+
+def _attributes(model: nn.Module) -> list[Any]:
+    return [value for m in model.modules() for name, value in vars(m).items() if name not in _OF_ALL_MODULES]
 
 
 def _generators(model: nn.Module) -> list[torch.Generator]:

@@ -2,6 +2,7 @@
 
 import inspect
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -43,8 +44,12 @@ def tensors_of(model: nn.Module, optimizer: Optimizer | None) -> list[Tensor]:
 
 
 def cost_of_update(model: nn.Module, optimizer: Optimizer | None) -> UpdateCost:
-    """Tried with an optimizer of the same kind on a scratch parameter; the real one is not touched."""
+    """Tried with an optimizer of the same kind on a scratch parameter; the real one is not touched.
+
+    Only what it moves costs anything. If that is nothing of this model, one of its kind is meant, for all of it.
+    """
     trained = [p for p in model.parameters() if p.requires_grad]
+    trained = moved_by(optimizer, trained) or trained
     elements = sum(p.numel() for p in trained)
     if optimizer is None or not elements:
         return UpdateCost(0, 0.0, 0)
@@ -62,6 +67,14 @@ def cost_of_update(model: nn.Module, optimizer: Optimizer | None) -> UpdateCost:
     # Implementations that work on lists of tensors need about one more copy meanwhile.
     working = 0 if optimizer.defaults.get("fused") else sum(_size(p) for p in trained)
     return UpdateCost(max(int(state * elements), _held(optimizer)), seconds * elements, working)
+
+
+def moved_by(optimizer: Optimizer | None, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Those parameters that an optimizer has, or whose fp32 masters it has: what is of their shapes, and not theirs."""
+    moved = [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
+    ids, own = {id(one) for one in moved}, {id(one) for one in parameters}
+    masters = {one.shape for one in moved if id(one) not in own and one.element_size() >= 4}
+    return [p for p in parameters if id(p) in ids or (p.element_size() < 4 and p.shape in masters)]
 
 
 def _tried(optimizer: Optimizer, count: int, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:

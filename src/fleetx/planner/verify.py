@@ -106,9 +106,10 @@ def until_verified(
 ) -> Verified:
     """Make a plan and run it; if its memory was not as predicted, allow for that and plan again.
 
-    At most three times anew, and not if the same plan came out again. The fastest of those that were within the budget
-    is returned, or else the most frugal one; it says what it took. One that ran out of memory is returned unverified.
-    `largest` makes of this worker's number the largest of all workers', so that all of them choose the same plan.
+    At most three times anew; the same plan is not run twice, but has the new figures. The fastest of those that were
+    within the budget is returned, or else the most frugal one; it says what it took, and does not promise less. One
+    that ran out of memory is returned unverified. `largest` makes of this worker's number the largest of all workers',
+    so that all of them choose the same plan.
     """
     tried: list[_Tried] = []
     for attempt in range(1 + MOST_PLANS):
@@ -118,27 +119,51 @@ def until_verified(
             if not any(one.beyond == 0 for one in tried):
                 raise
             break  # what this one would have allowed for had room all the same
-        if any(_is_same(plan, one.verified.plan) for one in tried):
+        # All workers were given the same plans, and so all find the same one again, or none.
+        known = next((one for one in tried if _is_same(plan, one.verified.plan)), None)
+        if known is None:
+            one = _tried(plan, profile, feeding, sample, largest)
+        else:
+            tried.remove(known)
+            one = known.with_figures_of(plan, profile)
+        if is_as_predicted(plan, one.peak):
+            tried.append(one)
             break
-        ran, peak = _ran(plan, feeding, sample)
-        peak = largest(peak)
-        beyond = math.inf if largest(int(not ran.verified)) else max(0.0, peak / plan.memory - 1)
-        # Predicted seconds: those that were measured differ from worker to worker.
-        tried.append(_Tried(beyond, plan.seconds, Verified(ran, profile)))
-        if is_as_predicted(plan, peak):
-            break
-        missing = peak - plan.peak
+        missing = one.peak - (plan.peak if one.peak > plan.peak else plan.peak_of_trial)
         # More each time: another plan is wrong by another amount.
         profile = profile.corrected(plan.micro_batch, missing * (1 + attempt) if missing > 0 else missing)
-        if missing > 0:  # where less was taken, the plan goes with the figures that it was made of: they are safe
-            tried[-1] = tried[-1]._replace(verified=Verified(ran, profile))
-    return min(tried, key=lambda one: one[:2]).verified
+        # Where less was taken, the plan goes with the figures that it was made of: they are safe.
+        tried.append(one.with_profile(profile) if missing > 0 else one)
+    return min(tried, key=lambda one: one[:2]).with_what_is_known()
 
 
 class _Tried(NamedTuple):
     beyond: float  # of the budget, as a part of it
-    seconds: float
+    seconds: float  # predicted: those that were measured differ from worker to worker
+    peak: int  # the largest of all workers'
     verified: Verified
+
+    def with_figures_of(self, plan: Plan, profile: Profile) -> "_Tried":
+        """The same plan made again, with what is known of it; so it need not run again."""
+        return self._replace(verified=Verified(plan.measured_as(self.verified.plan), profile))
+
+    def with_profile(self, profile: Profile) -> "_Tried":
+        """The same trial, with a profile that explains it."""
+        return self._replace(verified=self.verified._replace(profile=profile))
+
+    def with_what_is_known(self) -> Verified:
+        """The plan does not promise less than it took: it may be kept because all others were worse."""
+        plan = self.verified.plan
+        if self.beyond == math.inf or self.peak <= plan.peak * (1 + TOLERANCE):
+            return self.verified
+        return self.verified._replace(plan=plan.taking_more(self.peak - plan.peak))
+
+
+def _tried(plan: Plan, profile: Profile, feeding: Feeding, sample: Batch, largest: Callable[[int], int]) -> _Tried:
+    ran, peak = _ran(plan, feeding, sample)
+    peak = largest(peak)
+    beyond = math.inf if largest(int(not ran.verified)) else max(0.0, peak / plan.memory - 1)
+    return _Tried(beyond, plan.seconds, peak, Verified(ran, profile))
 
 
 def _is_same(plan: Plan, other: Plan) -> bool:
@@ -168,8 +193,8 @@ def allowed(plan: Plan) -> float:
 
 
 def is_as_predicted(plan: Plan, peak: int) -> bool:
-    """Whether a real step that took so much neither took more than it may, nor left room for a faster plan."""
-    return plan.peak * (1 - TOLERANCE) <= peak <= allowed(plan)
+    """Whether micro-batches that took so much neither took more than they may, nor left room for a faster plan."""
+    return plan.peak_of_trial * (1 - TOLERANCE) <= peak <= allowed(plan)
 
 
 def _ran(plan: Plan, feeding: Feeding, sample: Batch) -> tuple[Plan, int]:
