@@ -273,6 +273,25 @@ def test_whatever_changes_is_measured_anew():
     assert cache.key_of(feeding, tuple(t[:1] for t in sample), cuts, {}) == keys[0]  # any number of samples
 
 
+def test_momentum_of_a_group_counts():
+    model = nn.Linear(64, 64)
+    by_group = torch.optim.SGD([{"params": list(model.parameters()), "momentum": 0.9}], lr=0.1)
+    assert cost_of_update(model, by_group).state_bytes == 4 * (64 * 64 + 64)
+    half = torch.optim.SGD([{"params": [model.weight], "momentum": 0.9}, {"params": [model.bias]}], lr=0.1)
+    assert cost_of_update(model, half).state_bytes == 4 * 64 * 64
+
+
+def test_a_profile_that_lacks_states_for_want_of_room_is_not_kept(monkeypatch):
+    model, sample = gpt(2)
+    cuts = ["blocks.0", "blocks.1"]
+    with monkeypatch.context() as crowded:
+        crowded.setattr(Trials, "has_room", lambda self, size: False)
+        crowded.setattr(Counting, "_may_try", lambda self, state, size: state != State("everything"))
+        found = measure(Feeding(model), sample, cuts, states=FEW_STATES)
+    assert any("free memory to have it too" in note for note in found.notes)
+    assert not measure(Feeding(model), sample, cuts, states=FEW_STATES).notes
+
+
 def test_the_same_model_on_another_kind_of_device_has_a_profile_of_its_own():
     sample = (torch.randn(2, 4),)
     keys = [cache.key_of(Feeding(nn.Linear(4, 4, device=device)), sample, [], {}) for device in ("cpu", "meta")]

@@ -87,7 +87,9 @@ class Counting:
         for size in sizes:
             counted = self._counted(state, size) if self._may_try(state, size) else None
             if counted is None:
-                self.notes.append(f"{state} could not be measured: {size} samples do not fit.")
+                self.notes.append(
+                    f"{state} could not be measured: {size} samples do not fit now: free memory to have it too."
+                )
                 return None
             both.append(counted)
         return both

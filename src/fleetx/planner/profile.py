@@ -22,6 +22,7 @@ from fleetx.planner.allocator import gaps_on, let_segments_grow, reserve_on
 from fleetx.planner.chain import State
 from fleetx.planner.costs import Line, Profile
 from fleetx.planner.counting import EVERYTHING, Counting
+from fleetx.planner.facts import device_name, fact
 from fleetx.planner.feeding import Feeding, bytes_per_sample
 from fleetx.planner.timing import Timing
 from fleetx.planner.tracing import Trace, trace
@@ -63,8 +64,9 @@ def measure(
         known = None  # somebody put another one in its place
     if everywhere(known is not None) and known is not None:
         return known
-    profile = _Measuring(feeding, sample, cuts, compile, states, everywhere).profile(optimizer, sizes, bandwidth)
-    if cached:
+    measuring = _Measuring(feeding, sample, cuts, compile, states, everywhere)
+    profile = measuring.profile(optimizer, sizes, bandwidth)
+    if cached and not measuring.lacked_room:  # else states are missing that there may be room for next time
         cache.save(key, profile)
     return profile
 
@@ -92,7 +94,12 @@ def _described(optimizer: Optimizer | None, model: nn.Module) -> str:
         return ""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     moved = [names[id(parameter)] for parameter in moved_by(optimizer, list(model.parameters()))]
-    return f"{type(optimizer).__qualname__} {optimizer.defaults} {moved}"
+    groups = [
+        {name: value for name, value in group.items() if name not in ("params", "lr")}
+        | {"dtypes": sorted({str(parameter.dtype) for parameter in group["params"]})}
+        for group in optimizer.param_groups
+    ]
+    return f"{type(optimizer).__qualname__} {fact(groups, depth=4)} {moved}"
 
 
 class _Measuring:
@@ -106,6 +113,7 @@ class _Measuring:
         everywhere: Callable[[bool], bool] = bool,
     ) -> None:
         self.feeding = feeding
+        self.lacked_room = False
         self.seen = trace(feeding, sample)
         self.states = list(states) if cuts else [EVERYTHING]
         self.trials = Trials(feeding, sample, self._once(cuts), compile, everywhere)
@@ -141,7 +149,7 @@ class _Measuring:
                 reserve=reserve_on(device),
                 gaps=gaps_on(device, block),
                 sizes=counted_at,
-                device=cache.device_name(device),
+                device=device_name(device),
                 compiled=self.trials.compile,
                 couples_samples=any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()),
                 notes=(*update.notes, *counting.notes),
@@ -157,6 +165,7 @@ class _Measuring:
                 tail_bytes = counting.tail_of_many(counted_at, timed_at[-1], timing.frugal)
                 profile = replace(profile, tail_bytes=tail_bytes)
         self.trials.free()
+        self.lacked_room = len(profile.notes) > len(update.notes)
         return replace(profile, segments=tuple(segment.distinct() for segment in profile.segments))
 
     @contextmanager

@@ -56,7 +56,7 @@ class Timing:
             _timed(segment, kind, sizes, taken) for segment, kind in zip(self.counted.segments, self.kinds, strict=True)
         ]
         left_out = [
-            f"{state} could not be timed: {sizes[-1]} samples do not fit."
+            f"{state} could not be timed: {sizes[-1]} samples do not fit now: free memory to have it too."
             for state in self.states
             if state not in taken
         ]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+_ONLY_VALUES = ("lr", "initial_lr", "weight_decay")  # that cost the same whatever they are
 _SCRATCH, _SCRATCH_ON_GPU = 2**20, 2**24  # elements: as many as keep the device busy
 
 
@@ -50,13 +51,15 @@ def cost_of_update(model: nn.Module, optimizer: Optimizer | None) -> UpdateCost:
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     trained = moved_by(optimizer, trained) or trained
-    elements = sum(p.numel() for p in trained)
-    if optimizer is None or not elements:
+    if optimizer is None or not trained:
         return UpdateCost(0, 0.0, 0)
-    device = trained[0].device
-    count = min(elements, _SCRATCH_ON_GPU if device.type == "cuda" else _SCRATCH)
+    state_bytes, seconds, working = 0.0, 0.0, 0
     try:
-        state, seconds = _tried(optimizer, count, _moved_dtype(optimizer, trained[0]), device)
+        for settings, elements, dtype in _groups(optimizer, trained):
+            state, took = _tried(optimizer, settings, elements, dtype, trained[0].device)
+            state_bytes, seconds = state_bytes + state * elements, seconds + took * elements
+            # Implementations that work on lists of tensors need about one more copy meanwhile.
+            working += 0 if settings.get("fused") else elements * dtype.itemsize
     except Exception as error:  # whatever an optimizer of somebody else wants
         size = 2 * sum(_size(p) for p in trained)
         note = (
@@ -64,9 +67,21 @@ def cost_of_update(model: nn.Module, optimizer: Optimizer | None) -> UpdateCost:
             "two states per parameter are assumed."
         )
         return UpdateCost(max(size, _held(optimizer)), 0.0, size // 2, (note,))
-    # Implementations that work on lists of tensors need about one more copy meanwhile.
-    working = 0 if optimizer.defaults.get("fused") else sum(_size(p) for p in trained)
-    return UpdateCost(max(int(state * elements), _held(optimizer)), seconds * elements, working)
+    return UpdateCost(max(int(state_bytes), _held(optimizer)), seconds, working)
+
+
+def _groups(optimizer: Optimizer, trained: Sequence[Tensor]) -> list[tuple[dict[str, Any], int, torch.dtype]]:
+    """The settings of each group, how many elements of the model it moves, and in which dtype: masters have fp32."""
+    own, low = {id(p) for p in trained}, {p.shape for p in trained if p.element_size() < 4}
+    found: dict[str, tuple[dict[str, Any], int, torch.dtype]] = {}
+    for group in optimizer.param_groups:
+        settings = {name: value for name, value in group.items() if name != "params"}
+        for parameter in group["params"]:
+            if id(parameter) in own or (parameter.shape in low and parameter.element_size() >= 4):
+                key = f"{[(n, v) for n, v in settings.items() if n not in _ONLY_VALUES]} {parameter.dtype}"
+                elements = found[key][1] if key in found else 0
+                found[key] = (settings, elements + parameter.numel(), parameter.dtype)
+    return list(found.values()) or [(optimizer.defaults, sum(p.numel() for p in trained), trained[0].dtype)]
 
 
 def moved_by(optimizer: Optimizer | None, parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -77,30 +92,25 @@ def moved_by(optimizer: Optimizer | None, parameters: Sequence[Tensor]) -> list[
     return [p for p in parameters if id(p) in ids or (p.element_size() < 4 and p.shape in masters)]
 
 
-def _tried(optimizer: Optimizer, count: int, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
+def _tried(
+    optimizer: Optimizer, settings: dict[str, Any], elements: int, dtype: torch.dtype, device: torch.device
+) -> tuple[float, float]:
     """Bytes of state and seconds per element."""
-    state = torch.get_rng_state()
-    rows = max(1, count // 1024)
-    scratch = nn.Parameter(torch.zeros(rows, min(1024, count), dtype=dtype, device=device))
+    count = min(elements, _SCRATCH_ON_GPU if device.type == "cuda" else _SCRATCH)
+    scratch = nn.Parameter(torch.zeros(max(1, count // 1024), min(1024, count), dtype=dtype, device=device))
     scratch.grad = torch.ones_like(scratch)
     accepted = inspect.signature(type(optimizer)).parameters
-    settings = {name: value for name, value in optimizer.defaults.items() if name in accepted}
-    trial: Any = type(optimizer)([scratch], **settings)  # type: ignore[call-arg]
+    known = {name: value for name, value in settings.items() if name in accepted}
     took = []
-    for _ in range(4):
-        _wait(device)
-        began = time.perf_counter()
-        trial.step()
-        _wait(device)
-        took.append(time.perf_counter() - began)
-    torch.set_rng_state(state)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        trial: Any = type(optimizer)([scratch], **known)  # type: ignore[call-arg]
+        for _ in range(4):
+            _wait(device)
+            began = time.perf_counter()
+            trial.step()
+            _wait(device)
+            took.append(time.perf_counter() - began)
     return _held(trial) / scratch.numel(), min(took) / scratch.numel()
-
-
-def _moved_dtype(optimizer: Optimizer, parameter: Tensor) -> torch.dtype:
-    """That of what the optimizer moves: masters in fp32, where the model's own weights have less."""
-    moved = [p for group in optimizer.param_groups for p in group["params"]]
-    return moved[0].dtype if moved else parameter.dtype
 
 
 def _held(optimizer: Optimizer) -> int:
