@@ -179,3 +179,14 @@ def test_a_time_far_off_is_noted_and_its_profile_is_forgotten(monkeypatch, facto
     plan = fleetx.plan(model, (torch.randn(2, 4),), memory="1MiB", bandwidth=0.0, verify=True)
     assert len(list(cache.folder().iterdir())) == is_kept
     assert any("times as long as predicted" in note for note in plan.notes) != is_kept
+
+
+def test_what_other_budgets_would_give_is_asked_once_however_many_plans_are_tried(monkeypatch):
+    asked, made = [], fleetx.planner.plan_for
+    monkeypatch.setattr(fleetx.planner, "plan_for", lambda *a, **k: asked.append(k.get("curve", True)) or made(*a, **k))
+    monkeypatch.setattr(verify, "verify", lambda plan, *_: plan.with_measurement(int(plan.peak * 1.1), plan.seconds))
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+    plan = fleetx.plan(model, (torch.randn(2, 4),), memory="1MiB", bandwidth=0.0, verify=True)
+    assert plan.curve
+    assert asked.count(True) == 1
+    assert asked.count(False) >= 1

@@ -1,6 +1,7 @@
 """Which plan is fastest and fits: measured on the model itself, found by a pure search."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -69,8 +70,10 @@ def plan(
     budget, notes = budget_on(feeding.device, memory)
     cap = None if host_memory is None else parse_bytes(host_memory)
 
-    def make(profile: Profile) -> Plan:
-        return plan_for(profile, memory=budget, global_batch=batch, host_memory=cap, one_forward=one_forward, even=even)
+    question = {"memory": budget, "global_batch": batch, "host_memory": cap, "one_forward": one_forward, "even": even}
+
+    def make_one_to_try(profile: Profile) -> Plan:
+        return plan_for(profile, **question, curve=False)  # which takes longer than the plan itself
 
     def planned(cuts: Sequence[str]) -> Plan:
         profile = measure(
@@ -79,8 +82,11 @@ def plan(
         fixed = with_others(profile.fixed, model, optimizer, sample, feeding.device)
         profile = replace(profile, fixed=fixed, notes=(*profile.notes, *notes, *asked.doubts(model, optimizer)))
         if not verify:
-            return make(profile)
-        verified = until_verified(profile, feeding, sample, make).plan
+            return plan_for(profile, **question)
+        tried = until_verified(profile, feeding, sample, make_one_to_try)
+        with suppress(DoesNotFit):  # with what it took there may be no room for it: then nothing is said of others
+            tried = tried._replace(plan=replace(tried.plan, curve=plan_for(tried.profile, **question).curve))
+        verified = tried.plan
         if time_is_right(verified):
             return verified
         if cached:  # what a busy machine measured is not kept for ever
