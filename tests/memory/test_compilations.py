@@ -318,6 +318,25 @@ def test_dear_outputs_are_compiled_for_a_few_sizes(monkeypatch):
     assert applied.experience.undivided == {"0", "1"}
 
 
+class Numbered(nn.Module):
+    """A layer that reads its own number, as many do."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.linear, self.layer_idx = nn.Linear(4, 4), number
+
+    def forward(self, x):
+        return self.linear(x).tanh() * (self.layer_idx + 1)
+
+
+@pytest.mark.parametrize("save", ["inputs", "dear"])
+def test_many_layers_that_know_their_number_are_all_compiled(save, caplog):
+    example = Example(nn.Sequential(*map(Numbered, range(10))), lambda step: (normal(step, 6, 4),))
+    applied = assert_exact(example, [Segment(str(number), save) for number in range(10)], steps=2, **QUICK)
+    assert not applied.experience.undivided
+    assert "recompile_limit" not in caplog.text
+
+
 class User:
     """Something that may be repeated."""
 

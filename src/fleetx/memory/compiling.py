@@ -24,6 +24,7 @@ Kinds = tuple[str, ...]
 
 _numbers = itertools.count()
 _MOST_SIZES = 8  # a compilation takes long: with more, most of the time would go into them
+_SHARING = 3  # each of them may be compiled twice: the first layer's input has no gradient
 _TORCH = str(Path(torch.__file__).parent)
 
 
@@ -57,6 +58,7 @@ class SharedCompilations:
         self._sizes: dict[tuple[Any, ...], set[Any]] = {}  # for which it does
         self._copies: dict[tuple[Any, ...], Copies] = {}
         self._likeness: dict[int, tuple[Any, ...]] = {}
+        self._numbers: dict[tuple[Any, ...], dict[Any, int]] = {}  # in which modules differ that are alike otherwise
         self._local = threading.local()
         self._lock = threading.Lock()
         self._installed: Counter[nn.Module] = Counter()  # how often
@@ -165,14 +167,25 @@ class SharedCompilations:
         return self._functions[key]
 
     def _like(self, module: nn.Module) -> tuple[Any, ...]:
+        """What modules have in common that share compilations.
+
+        torch compiles anew for each number that is read from a module, such as a layer's own, and after eight of them
+        not at all: so those with other numbers share as far as that is sure not to happen.
+        """
         if id(module) not in self._likeness:
             tensors = [*module.named_parameters(), *module.named_buffers()]
-            self._likeness[id(module)] = (
-                type(module),
-                repr(module),
-                tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors),
-            )
+            shapes = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors)
+            like = (type(module), repr(module), shapes)
+            numbers = self._numbers.setdefault(like, {})
+            place = numbers.setdefault(_numbers_of(module), len(numbers))
+            self._likeness[id(module)] = (*like, place // _SHARING)
         return self._likeness[id(module)]
+
+
+def _numbers_of(module: nn.Module) -> tuple[Any, ...]:
+    """The numbers that a module and those in it have as attributes."""
+    held = [(name, *item) for name, inner in module.named_modules() for item in vars(inner).items()]
+    return tuple(one for one in held if isinstance(one[2], int | float) and not isinstance(one[2], bool))
 
 
 def _let_go(error: BaseException | None, handled: BaseException | None) -> None:
