@@ -98,6 +98,7 @@ class Frame:
         self.is_checked = False  # whether what its modules give must be the same again
         self.proven: Callable[[], None] = lambda: None  # called when it was
         self.lost = ""  # what happened that cannot be repeated
+        self.is_compiled = False
         self.is_divided = False  # whether compiled modules save dear outputs alone, and compute the rest themselves
         self.undivided = ""  # why they could not
         self._again: dict[int, dict[int, tuple[Tensor, int]]] = {}
@@ -197,7 +198,7 @@ class Repetition:
         self.saves = range(0)  # numbers of the tensors that the present call saves
         self.number = 0  # of the next one
         self.copies: dict[int | None, Tensor] = {}  # of buffers, which are not saved
-        self._hooks = shielded(self.collect), shielded(self.give)
+        self._hooks = shielded(self.collect, frame.is_compiled), shielded(self.give, frame.is_compiled)
 
     def run(self) -> dict[int, tuple[Tensor, int]]:
         """The tensors that are still wanted, with their versions, by number."""

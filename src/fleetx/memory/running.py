@@ -93,8 +93,9 @@ class Run:
         self.frame = self._open()
         self._outer = active_run()
         self.recorder = Recorder(self)
-        self._pack = shielded(self.pack)
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, shielded(self.unpack))
+        is_compiled = experience.compilations is not None
+        self._pack = shielded(self.pack, is_compiled)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, shielded(self.unpack, is_compiled))
         self._hooks.__enter__()
         self.recorder.__enter__()
         if experience.compilations is not None:
@@ -109,6 +110,7 @@ class Run:
         frame = Frame(state.until, state, Tape(self.kinds), self.devices, next(self.experience.numbers))
         frame.kept, frame.within = self._kept, self.experience.within
         known = self.experience.segments[self.ordinal] if self.ordinal < len(self.experience.segments) else None
+        frame.is_compiled = self.experience.compilations is not None
         frame.is_divided = known is not None and known.is_divided
         # In the first forward nobody knows how many segments will come.
         frame.is_checked = (self.is_first or _is_repeated(frame)) and self._is_unproven()

@@ -1,12 +1,14 @@
 """Hooks into which torch's compiler does not look."""
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 
-def shielded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, into which the compiler does not look when somebody's compiled code comes to call it."""
-    return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
+def shielded(function: Callable[..., Any], is_compiled: bool) -> Callable[..., Any]:
+    """The function; if compiled code comes to call it, one into which the compiler does not look.
+
+    Only then: to go through the compiler's door costs time at each call.
+    """
+    return torch.compiler.disable(function) if is_compiled else function

@@ -2,16 +2,15 @@
 
 import hashlib
 import inspect
-import platform
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from fleetx.bench.results import describe_machine
 from fleetx.slicing import Batch, map_tensors
 
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format)
@@ -49,9 +48,9 @@ def facts_of_sample(sample: Batch) -> str:
 
 
 def surroundings(device: torch.device) -> list[Any]:
-    """The device, and how torch is set to compute on it."""
+    """The device, and how torch is set to compute on it; a folder of profiles may be shared between machines."""
     return [
-        device_name(device) if device.type == "cuda" else (_cpu_name(), torch.get_num_threads()),
+        device_name(device) if device.type == "cuda" else (describe_machine()["cpu"], torch.get_num_threads()),
         [_autocast(kind) for kind in ("cpu", "cuda")],
         torch.get_float32_matmul_precision(),
         torch.backends.cudnn.benchmark,
@@ -121,8 +120,8 @@ def _hooks(module: nn.Module) -> list[Any]:
 def _hook(hook: Any) -> str:
     """What others hooked to a module, and in which precision it makes that run."""
     owner = getattr(hook, "__self__", hook)
-    plain = {name: value for name, value in getattr(owner, "__dict__", {}).items() if isinstance(value, torch.dtype)}
-    return f"{type(owner).__qualname__} {sorted(plain.items(), key=str)}"
+    dtypes = {name: value for name, value in getattr(owner, "__dict__", {}).items() if isinstance(value, torch.dtype)}
+    return f"{type(owner).__qualname__} {sorted(dtypes.items(), key=str)}"
 
 
 def _of_tensor(tensor: Tensor) -> tuple[Any, ...]:
@@ -138,10 +137,3 @@ def _order(tensor: Tensor) -> list[int]:
 
 def _autocast(kind: str) -> str:
     return str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else ""
-
-
-def _cpu_name() -> str:
-    """Which processor it is: a folder of profiles may be shared between machines."""
-    info = Path("/proc/cpuinfo")
-    names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
-    return names[0] if names else platform.processor()
