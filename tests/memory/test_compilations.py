@@ -10,6 +10,7 @@ from fleetx import memory
 from fleetx.memory import Segment, compiling, sizes
 from fleetx.memory.compiling import SharedCompilations
 from fleetx.memory.recompute import frames_alive
+from fleetx.memory.running import Run, active_run
 from fleetx.memory.sizes import Copies, sizes_of
 from tests.memory.comparing import Example, assert_exact
 from tests.memory.zoo import normal
@@ -384,3 +385,42 @@ def test_errors_of_the_model_itself_are_raised():
     with compilations.saving(("matmul",)) as saving, pytest.raises(ValueError, match="of the model"):
         module(torch.zeros(2))
     assert saving.refused is None  # that says nothing of the compiler
+
+
+@pytest.mark.parametrize("save", ["everything", "dear"])
+def test_nobody_is_asked_about_what_the_compiler_sees_to(save, monkeypatch):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    memory.apply(model, [Segment("0", save), Segment("1", save)], **QUICK)
+    for _ in range(3):
+        model(torch.randn(6, 4)).sum().backward()
+    asked = []
+    monkeypatch.setattr(Run, "pack", lambda _run, tensor: asked.append(tensor))
+    model(torch.randn(6, 4)).sum().backward()
+    assert not asked
+
+
+@pytest.mark.parametrize("save", ["everything", "dear"])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_error_in_a_compiled_module_leaves_nothing_behind(save, error):
+    class Fails(nn.Linear):
+        def __call__(self, x):
+            if self.fails:
+                raise error
+            return super().__call__(x)
+
+    failing = Fails(4, 4)
+    failing.fails = False
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(failing), nn.Linear(4, 4))
+    applied = memory.apply(model, [Segment("0", save), Segment("1", save)], **QUICK)
+    for _ in range(3):
+        model(torch.randn(6, 4)).sum().backward()
+    failing.fails = True
+    with pytest.raises(error):
+        model(torch.randn(6, 4))
+    failing.fails = False
+    model(torch.randn(6, 4)).sum().backward()
+    assert active_run() is None
+    assert applied.experience.compilations._saving.frame is None
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    applied.remove()
+    assert not any("forward" in vars(module) for module in model.modules())

@@ -5,7 +5,7 @@ attributes are as they were too, and afterwards everything is as it was left. Wh
 first forward, parameters and buffers by value: batch norms write theirs behind autograd's back.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -163,6 +163,12 @@ def modules_of(module: nn.Module) -> list[nn.Module]:
                 found[inner] = None
                 waiting.append(inner)
     return list(found)
+
+
+def tensors_of(modules: Iterable[nn.Module], *kinds: str) -> list[Tensor]:
+    """Parameters or buffers of these modules; those that are shared may be there several times."""
+    held = (getattr(one, kind).values() for kind in kinds for one in modules)
+    return [tensor for tensors in held for tensor in tensors if tensor is not None]
 
 
 def _has_same_parameters(snapshot: Snapshot) -> bool:

@@ -1,4 +1,4 @@
-"""A module that is not cut inside: it is called, noted and repeated as a whole."""
+"""A module that is not cut inside, while it runs: it is called, noted and repeated as a whole."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -25,50 +25,23 @@ class Inputs:
         return {i for i, (t, v) in enumerate(zip(self.tensors, self._versions, strict=True)) if version_of(t) != v}
 
 
-class FreeRun:
-    """A module that runs as if the model were not cut, while it runs."""
+class Running:
+    """A module that runs as a whole."""
 
     def __init__(self, module: nn.Module, tensors: list[Tensor]) -> None:
         self.module = module
         self.inputs = Inputs(tensors)
-        self.under: Any = None  # the hooks of others that see what it saves
-
-
-class Leaf:
-    """A module that runs as a whole, while it runs."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        tensors: list[Tensor],
-        noted: Any,
-        snapshot: Snapshot,
-        where: Surroundings,
-        first: int,
-        dear: dear_outputs.Noted | None,
-    ) -> None:
-        self.module, self.noted, self.snapshot, self.where = module, noted, snapshot, where
-        self.inputs = Inputs(tensors)
-        self.first = first  # number of the first tensor that is saved
-        self.dear = dear
-        self.callee: Callable[..., Any] = module
         self.compiled: Saving | None = None
-        self._inside = ExitStack()
-
-    def enter(self) -> None:
-        """Until it is left, its dear outputs are noted, if it has such."""
-        if self.dear is not None:
-            self._inside.enter_context(dear_outputs.Saving(self.dear))
+        self.inside = ExitStack()
 
     def enter_compiled(self, compilations: SharedCompilations, dear: Kinds | None, frame: Frame) -> None:
         """Until it is left, it runs compiled, and the compiler sees to what it saves."""
-        self.callee = compilations.callee(self.module, dear)
-        compiled = self._inside.enter_context(compilations.saving(dear, frame))
+        compiled = self.inside.enter_context(compilations.saving(dear, frame))
         self.compiled = compiled if compilations.is_installed(self.module) else None
 
     def leave(self) -> None:
         """Undo what was done for the module."""
-        self._inside.close()
+        self.inside.close()
 
     def why_undivided(self, after: Snapshot | None) -> str:
         """Why its dear outputs cannot be saved alone; `after`: what it held before that it changed, None if unknown.
@@ -87,3 +60,42 @@ class Leaf:
         if self.inputs.written() or after is None or after.attributes.is_written:
             return True
         return not all(is_counting(slot.owner) for slot, _ in after.copies)
+
+
+class FreeRun(Running):
+    """A module that runs as if the model were not cut."""
+
+    def __init__(self, module: nn.Module, tensors: list[Tensor], snapshot: Snapshot | None) -> None:
+        super().__init__(module, tensors)
+        self.snapshot = snapshot  # of what it may change, if that matters
+        self.under: Any = None  # the hooks of others that see what it saves
+
+
+class Leaf(Running):
+    """A module that is noted, to be repeated."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        tensors: list[Tensor],
+        noted: Any,
+        snapshot: Snapshot,
+        where: Surroundings,
+        first: int,
+        dear: dear_outputs.Noted | None,
+    ) -> None:
+        super().__init__(module, tensors)
+        self.noted, self.snapshot, self.where = noted, snapshot, where
+        self.first = first  # number of the first tensor that is saved
+        self.dear = dear
+        self.callee: Callable[..., Any] = module
+
+    def enter(self) -> None:
+        """Until it is left, its dear outputs are noted, if it has such."""
+        if self.dear is not None:
+            self.inside.enter_context(dear_outputs.Saving(self.dear))
+
+    def enter_compiled(self, compilations: SharedCompilations, dear: Kinds | None, frame: Frame) -> None:
+        """The same, and so it will run when it is repeated."""
+        super().enter_compiled(compilations, dear, frame)
+        self.callee = compilations.callee(self.module, dear)

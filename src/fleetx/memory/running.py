@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fleetx.memory import dear, randomness
-from fleetx.memory.buffers import Snapshot, modules_of
+from fleetx.memory.buffers import Snapshot, modules_of, tensors_of
 from fleetx.memory.checking import LateFillers, checksum
 from fleetx.memory.experience import Experience, Learned
-from fleetx.memory.leaf import FreeRun, Leaf
+from fleetx.memory.leaf import FreeRun, Leaf, Running
 from fleetx.memory.names import Cuts, operation_name
 from fleetx.memory.readers import Readers, pointers
 from fleetx.memory.recompute import Frame, Kept, Saved, unchanged
@@ -67,7 +67,8 @@ class Run:
         self.model = model
         self._is_told = _is_called(model)  # else nothing can be learned from the stack: compiled code calls it
         self._wonders_at = MANY
-        held = [*model.parameters(), *model.buffers()]
+        modules = modules_of(model)
+        held = tensors_of(modules, "_parameters", "_buffers")
         self.devices = randomness.devices_of(held)
         _require_one_to_move_from(self.devices, experience.cuts)
         self.device = self.devices[0]  # the one from which tensors move to the host
@@ -81,7 +82,7 @@ class Run:
         self._is_calling = False
         self.ordinal = -1
         self.is_first = not experience.segments
-        self._modes = tuple(one.training for one in modules_of(model))
+        self._modes = tuple(one.training for one in modules)
         self.seen: list[Learned] = []
         self.containers: list[tuple[str, dict[str, int]]] = []
         # Held, so that their memory becomes nobody else's even if the model replaces them.
@@ -183,6 +184,8 @@ class Run:
         else:
             self._switch_on()
             self.recorder.__exit__(None, None, None)
+        if self._free is not None:
+            self._free.leave()
         if self._free is None or self._is_on_top():
             self._hooks.__exit__(None, None, None)
         if self.experience.compilations is not None:
@@ -361,13 +364,10 @@ class Run:
         self.depth += 1
         if self.depth > 1:
             return
-        if self._may_run_freely(module):
-            self._free = FreeRun(module, tensors_in((args, kwargs)))
-            self._hooks.__exit__(None, None, None)
-            self._free.under = _top_hooks()
-            self.frame.lost = "it was expected to keep everything"  # should the forward go another way
-            return
         tensors = tensors_in((args, kwargs))
+        if self._may_run_freely(module):
+            self._enter_free(module, tensors)
+            return
         is_known = id(module) in self.experience.written
         may_write = self.experience.written_by(module, tensors)
         is_likely = is_known or any(getattr(part, "inplace", False) for part in module.modules())
@@ -376,27 +376,38 @@ class Run:
         self._leaf = Leaf(
             module, tensors, noted, snapshot, Surroundings.now(self.kinds), len(self.frame.looks), self._dear()
         )
-        compilations = self.experience.compilations
-        if compilations is None:
+        if self.experience.compilations is None:
             self._leaf.enter()
         else:
-            self._leaf.enter_compiled(
-                compilations, self.frame.state.dear if self.frame.is_divided else None, self.frame
-            )
+            self._enter_compiled(self._leaf)
+
+    def _enter_compiled(self, running: Running) -> None:
+        assert self.experience.compilations is not None
+        dear = self.frame.state.dear if self.frame.is_divided else None
+        running.enter_compiled(self.experience.compilations, dear, self.frame)
+
+    def _enter_free(self, module: nn.Module, tensors: list[Tensor]) -> None:
+        """A module begins that nobody needs to watch, but for what the compiler must be able to compute again."""
+        snapshot = self.experience.watch.before(module) if self.frame.is_divided else None
+        self._free = FreeRun(module, tensors, snapshot)
+        if self.experience.compilations is not None:
+            self._enter_compiled(self._free)
+        self._hooks.__exit__(None, None, None)
+        self._free.under = _top_hooks()
+        self.frame.lost = "it was expected to keep everything"  # should the forward go another way
 
     def _may_run_freely(self, module: nn.Module) -> bool:
-        """Whether a module is in a segment that keeps everything, and changes nothing that others may need again.
+        """Whether all that a module saves stays where it is, and it changes nothing that others may need again.
 
         Then it runs as in a model that is not cut: to be asked about each tensor that is saved would cost time.
         """
-        state = self.frame.state
-        if state.save != "everything" or state.home != "device" or self.experience.compilations is not None:
+        if _is_repeated(self.frame) or self.frame.state.home != "device":
             return False
         if self.is_first or not self.experience.is_harmless(module) or not self._is_on_top():
             return False
         if self.ordinal >= len(self.experience.segments) and not self._has_seen_all():
             return False  # not the end yet, though the last forward ended here
-        return not self._readers.read_any(module.buffers())
+        return not self._readers.read_any(tensors_of(modules_of(module), "_buffers"))
 
     def _has_seen_all(self) -> bool:
         """Whether no cut is left to which this forward might still come."""
@@ -408,7 +419,7 @@ class Run:
         if self.depth > 0:
             return
         if self._free is not None:
-            self._leave_free()
+            self._leave_free(self._free, output)
             return
         leaf = self._end_leaf()
         if leaf is None or (output is None and sys.exc_info()[0] is not None):
@@ -434,28 +445,31 @@ class Run:
             if slot.tensor is not None:
                 self._readers.give_copy(slot.tensor, copy, self.frame)
 
-    def _note_undivided(self, leaf: Leaf, after: Snapshot | None) -> None:
+    def _note_undivided(self, running: Running, after: Snapshot | None) -> None:
         """A compiled module has run: may the compiler save its dear outputs alone next time?"""
         frame = self.frame
-        frame.undivided = frame.undivided or leaf.why_undivided(after)
-        if frame.is_divided and leaf.writes(after):
+        frame.undivided = frame.undivided or running.why_undivided(after)
+        if frame.is_divided and running.writes(after):
             self.experience.segments[self.ordinal].is_divided = False
             raise RuntimeError(
-                f"a {type(leaf.module).__name__} in the segment that ends at {frame.name!r} wrote to its inputs, or to "
-                "what it holds, which it had not done before: its gradients would be wrong, as compiled dear outputs "
-                "are computed again from these. The next forward takes that into account; save='inputs' does at once."
+                f"a {type(running.module).__name__} in the segment that ends at {frame.name!r} wrote to its inputs, or "
+                "to what it holds, which it had not done before: its gradients would be wrong, as compiled dear "
+                "outputs are computed again from these. The next forward takes that into account; save='inputs' does "
+                "at once."
             )
 
-    def _leave_free(self) -> None:
+    def _leave_free(self, free: FreeRun, output: Any) -> None:
         """A module that nobody watched ends. Should it have written to something, it is watched from now on."""
-        free = self._free
-        assert free is not None
+        free.leave()
         self.experience.note_written(free.module, free.inputs.written())
         if _top_hooks() != free.under:
             self.end(failed=True)  # it left hooks of somebody's, under which ours cannot be put any more
             return
         self._hooks.__enter__()
         self._free = None
+        has_failed = output is None and sys.exc_info()[0] is not None
+        if free.snapshot is not None and not has_failed:
+            self._note_undivided(free, self.experience.watch.after(free.snapshot))
 
     def _learn_written(self, leaf: "Leaf") -> None:
         """A module has run: now it is known to which of its inputs it writes."""
