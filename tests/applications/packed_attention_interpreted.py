@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from triton.runtime import interpreter
 
 from fleetx.applications import packed_attention as ours
 from fleetx.applications import packed_attention_kernels
 from fleetx.applications.packed_attention import Blocks, Tuning
+from tests.interpreting import scalars_count  # noqa: F401 - a fixture of all tests here
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, about products of words that do not fit
@@ -27,20 +27,6 @@ LARGE = Tuning(Blocks(128, 128, 8, 1), Blocks(32, 128, 8, 1), Blocks(128, 128, 8
 UNEVEN = Tuning(Blocks(128, 64, 8, 1), Blocks(64, 128, 4, 1), Blocks(128, 64, 4, 1), rows=128)
 FORMS = {"small": SMALL, "large": LARGE, "uneven": UNEVEN}
 HEADS = 2
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _countable():
-    """Newer versions of numpy refuse to take arrays of one number for a number, and the interpreter's scalars are."""
-    original = interpreter._patch_lang_tensor
-
-    def patched(tensor, scope):
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_lang_tensor", patched)
-        yield
 
 
 def starts_of(lengths):

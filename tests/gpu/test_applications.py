@@ -15,6 +15,7 @@ from fleetx.applications import Bert_base, Resnet50
 from fleetx.applications import packed_attention as kernels
 from fleetx.applications.bert_config import to_hugging_face
 from fleetx.applications.bert_unpad import pack
+from fleetx.applications.stream_norm import StreamLayerNorm
 from tests.applications import bert_plain as plain
 from tests.gpu.test_step import NoWaiting
 
@@ -266,3 +267,23 @@ def test_a_model_without_padding_gives_what_it_gives_with_padding(compiled, mask
     for name, gradient in expected.items():
         ours_off, padded_off = ((g[name] - gradient).norm() for g in (ours_gradients, gradients))
         assert ours_off < 2 * padded_off + 0.01 * gradient.norm() + 1e-7, name
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1024, 1024), (32768, 1024), (5000, 768), (70000, 200)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_norm_of_the_residual_stream_has_precise_gradients_that_repeat(rows, width, dtype):
+    torch.manual_seed(0)
+    norm = StreamLayerNorm(width).cuda()
+    input, gradient = (torch.randn(rows, width, device="cuda", dtype=dtype) for _ in range(2))
+    exact = StreamLayerNorm(width).cuda().double()
+    exact(input.double()).backward(gradient.double())
+    seen = []
+    for _ in range(2):
+        norm.zero_grad()
+        output = norm(input.requires_grad_())
+        assert type(output.grad_fn).__name__ == "_StreamNormBackward"
+        output.backward(gradient)
+        seen.append([norm.weight.grad, norm.bias.grad])
+    for ours, again, theirs in zip(*seen, [exact.weight.grad, exact.bias.grad], strict=True):
+        assert torch.equal(ours, again)
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-3, atol=2e-3 * theirs.abs().max().item())

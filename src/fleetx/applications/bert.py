@@ -9,9 +9,10 @@ from torch.nn import functional
 
 from fleetx.applications.base import Application, Count
 from fleetx.applications.bert_config import BERT_BASE, BERT_LARGE, BertConfig, overridden
-from fleetx.applications.bert_layers import BertBody, StreamLayerNorm
+from fleetx.applications.bert_layers import BertBody
 from fleetx.applications.bert_losses import IGNORED, mean_cross_entropy, projected_cross_entropy
 from fleetx.applications.bert_packing import Packing
+from fleetx.applications.stream_norm import StreamLayerNorm
 from fleetx.optim.checks import check_count
 
 

@@ -14,6 +14,7 @@ from fleetx.applications.bert_config import BertConfig
 from fleetx.applications.bert_packing import Packing
 from fleetx.applications.cheap_dropout import CheapDropout
 from fleetx.applications.packed_attention import attend
+from fleetx.applications.stream_norm import StreamLayerNorm
 
 Visible = Tensor | Packing | None
 """What a position may look at: a mask over padded sequences, its own packed sequence, or everything."""
@@ -25,17 +26,6 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
     if tensor.dtype == torch.float32 and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return tensor.dtype
-
-
-class StreamLayerNorm(nn.LayerNorm):
-    """A LayerNorm whose output has the dtype of its input; its statistics are fp32 at least, inside the kernel."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """The normalised tensor."""
-        # Autocast would first copy the input to fp32 and keep that copy for the backward.
-        with torch.autocast(input.device.type, enabled=False):
-            weight, bias = self.weight.to(input.dtype), self.bias.to(input.dtype)
-            return functional.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 
 class BertEmbeddings(nn.Module):
