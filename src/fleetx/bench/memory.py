@@ -235,7 +235,7 @@ def bert_rows(count: int = 24, scale: float = 1.0) -> list[Row]:
         Row("plain, compiled layers", size(64), "ours", all_kept),
         Row("plain, compiled as a whole", size(130)),
         Row("dear saved, many or few", size(130), "ours", mixed(share(9)), cap=32.0),
-        Row("dear saved, many or few, partly on the host", size(130), "ours", mixed(share(6), away=3), cap=32.0),
+        Row("dear saved, many or few, partly on the host", size(130), "ours", mixed(share(5), away=3), cap=32.0),
         Row("recompute of half layers, offload", size(1200), "ours", halves(6), cap=32.0),
         Row("torch checkpoint", size(192), "torch checkpoint", all_kept),
         Row("recompute", size(192), "ours", all_again),
