@@ -1,11 +1,15 @@
 """Segments that keep everything: once it is known that nobody needs to watch them, they run as if they were not cut."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
 
 from fleetx import memory
-from fleetx.memory import Segment
+from fleetx.memory import Segment, offload
+from fleetx.memory.offload import Offloader
+from fleetx.memory.recompute import frames_alive
 from fleetx.memory.running import Run, active_run
 from tests.memory.comparing import Census
 
@@ -403,3 +407,25 @@ def test_a_segment_that_ran_freely_and_should_have_been_repeated_keeps_everythin
         model.other = number in (3, 4)
 
     assert_same_gradients(Either, [Segment("kept", "everything"), Segment("repeated")], prepare)
+
+
+@pytest.mark.parametrize("options", [{}, {"compile": True, "backend": "aot_eager"}], ids=["eager", "compiled"])
+@pytest.mark.filterwarnings("ignore:::torch")
+def test_what_is_on_the_host_is_asked_for_ahead_also_where_nobody_is_asked(monkeypatch, options):
+    monkeypatch.setattr(offload, "SMALLEST", 1)
+    model = stack(*[Block] * 6)
+    segments = [Segment("0", home="host", lead=3), *[Segment(str(i), "everything") for i in range(1, 6)]]
+    memory.apply(model, segments, **options)
+    for _ in range(3):
+        model(torch.randn(4, 8, dtype=torch.double)).sum().backward()
+    reached = []
+    prefetch = Offloader.prefetch
+    monkeypatch.setattr(
+        Offloader, "prefetch", lambda self, number: (reached.append(number % 7), prefetch(self, number))[1]
+    )
+    loss = model(torch.randn(4, 8, dtype=torch.double)).sum()
+    loss.backward()
+    assert list(dict.fromkeys(reached)) == [6, 5, 4, 3, 2, 1, 0]  # the seventh is what follows the last cut
+    del loss
+    gc.collect()
+    assert not frames_alive()

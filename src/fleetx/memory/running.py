@@ -17,6 +17,7 @@ from fleetx.memory.checking import LateFillers, checksum
 from fleetx.memory.experience import Experience, Learned
 from fleetx.memory.leaf import FreeRun, Leaf, Running
 from fleetx.memory.names import Cuts, operation_name
+from fleetx.memory.offload import Offloader
 from fleetx.memory.readers import Readers, pointers
 from fleetx.memory.recompute import Frame, Kept, Saved, unchanged
 from fleetx.memory.recording import Recorder, drop_deaf
@@ -467,9 +468,12 @@ class Run:
             return
         self._hooks.__enter__()
         self._free = None
-        has_failed = output is None and sys.exc_info()[0] is not None
-        if free.snapshot is not None and not has_failed:
+        if output is None and sys.exc_info()[0] is not None:
+            return
+        if free.snapshot is not None:
             self._note_undivided(free, self.experience.watch.after(free.snapshot))
+        if self.experience.offloader is not None:
+            _prefetch_when_reached(output, self.experience.offloader, self.frame.number)
 
     def _learn_written(self, leaf: "Leaf") -> None:
         """A module has run: now it is known to which of its inputs it writes."""
@@ -513,6 +517,17 @@ def _is_called(model: nn.Module) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _prefetch_when_reached(output: Any, offloader: Offloader, number: int) -> None:
+    """When the backward comes to this output, ask for what it needs next: nobody else will say that it came."""
+
+    def reached(_gradients: Any) -> None:
+        with no_run():
+            offloader.prefetch(number)
+
+    for function in {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}:
+        function.register_prehook(reached)
 
 
 def _top_hooks() -> Any:
