@@ -1,7 +1,9 @@
 """`fleetx bench plan --tiny`: predictions beside a simulated device, saved step by step, taken up again."""
 
 import json
+import re
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -11,11 +13,12 @@ from typer.testing import CliRunner
 from fleetx.bench import plan as bench
 from fleetx.bench.planning import grid
 from fleetx.bench.planning.cases import CASES, KIB, TINY_CASES, Case, Trained
-from fleetx.bench.planning.measuring import compared, key_of
-from fleetx.bench.planning.running import Runner
+from fleetx.bench.planning.measuring import compared, key_of, said_of
+from fleetx.bench.planning.running import Ran, Runner
 from fleetx.bench.planning.simulated import SimulatedDevice
 from fleetx.bench.planning.unet import UNet
 from fleetx.cli import app
+from fleetx.planner import road
 from fleetx.planner.chain import State
 from fleetx.units import format_bytes
 from tests.planner.profiles import transformer
@@ -56,6 +59,47 @@ def test_what_is_planned_is_run_and_saved(cases, tmp_path):
         assert 1 <= sum(run["is_rival"] for run in result["runs"].values()) <= 4
         assert result["of_best_rival"] > 0
     assert [row[0] for row in bench.rows(results)] == list(results)
+
+
+def test_every_measurement_is_said_in_a_line_as_soon_as_it_is_there(tmp_path, monkeypatch, capsys):
+    budgets = (800 * KIB, 100 * KIB)
+    monkeypatch.setattr(bench, "TINY_CASES", [Case("stack", stack, 16, budgets)])
+    monkeypatch.setattr(grid, "BY_HAND", 1)
+    monkeypatch.setattr("builtins.print", partial(flushed, print))
+    results, _, _ = bench.measure(tmp_path, tiny=True)
+    first, *ran, last = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"stack in 800 KiB: planned, \d+ × \d+: [\d,.]+ samples/s, [\d.]+ KiB \(\d+\.\d s\)", first)
+    runs = results["stack in 800 KiB"]["runs"]
+    assert [line.partition(" KiB: ")[2].rpartition(": ")[0] for line in ran] == list(runs)
+    for line, figures in zip(ran, runs.values(), strict=True):
+        came_out = (
+            figures.get("failed") or f"{figures['samples_per_s']:,.1f} samples/s, {format_bytes(figures['peak'])}"
+        )
+        assert re.search(re.escape(f": {came_out} (") + r"\d+\.\d s\)$", line)
+    assert last == "stack in 100 KiB: does not fit"
+    assert results["stack in 800 KiB"]["planning_seconds"] > 0
+
+
+def flushed(show, *line, flush=False):
+    assert flush  # a log is written to in large pieces else
+    show(*line)
+
+
+def test_of_memory_that_ran_out_the_first_sentence_is_said():
+    failed = {"failed": "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139 GiB."}
+    assert said_of("bert in 8 GiB", "all kept, 64", failed, 1.26) == (
+        "bert in 8 GiB: all kept, 64: CUDA out of memory (1.3 s)"
+    )
+
+
+def test_a_case_is_measured_once_for_all_its_budgets(tmp_path, monkeypatch):
+    measured, measure = [], road.measure
+    monkeypatch.setattr(road, "measure", lambda *a, **k: measured.append(a[2]) or measure(*a, **k))
+    monkeypatch.setattr(Runner, "run", lambda *_: Ran(1, 1.0))
+    monkeypatch.setattr(bench, "TINY_CASES", [Case("stack", stack, 16, (800 * KIB, 1600 * KIB))])
+    results, _, _ = bench.measure(tmp_path, tiny=True)
+    assert len(results) == 2
+    assert len(measured) == len({tuple(cuts) for cuts in measured})
 
 
 @pytest.mark.full

@@ -3,11 +3,13 @@
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+import fleetx
 from fleetx.cli import app
 from fleetx.doctor import allocator, clashes, devices, examining, space, trials
 from fleetx.doctor.command import as_text
@@ -15,6 +17,7 @@ from fleetx.doctor.finding import Check, Report, tried
 from tests.jobs.starting import ROOT
 
 runner = CliRunner()
+OWN = Path(fleetx.__file__).parent
 
 
 @pytest.fixture
@@ -49,11 +52,76 @@ def test_another_module_of_the_same_name_is_found(tmp_path, monkeypatch):
     (tmp_path / "fleetx.py").write_text("")
     (tmp_path / "deeper" / "fleetx").mkdir(parents=True)
     (tmp_path / "deeper" / "fleetx" / "__init__.py").write_text("")
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path), str(tmp_path / "deeper")])
+    monkeypatch.setattr(sys, "path", [str(OWN.parent), str(tmp_path), str(tmp_path / "deeper")])
     assert clashes.others() == [tmp_path / "fleetx.py", tmp_path / "deeper" / "fleetx" / "__init__.py"]
     first, _ = clashes.check_clashes()
     assert not first.passed
     assert "rename or remove it" in first.remedy
+
+
+@pytest.fixture
+def clone(tmp_path, monkeypatch):
+    """Another FleetX on the path, after the one that runs."""
+    package = tmp_path / "clone" / "src" / "fleetx"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    monkeypatch.setattr(sys, "path", [str(OWN.parent), str(package.parent)])
+    return tmp_path / "clone"
+
+
+def installed(monkeypatch, origin, site=ROOT):
+    """As if pip had FleetX installed so."""
+
+    class Distribution:
+        def read_text(self, name):
+            return None if origin is None else json.dumps(origin)
+
+        def locate_file(self, path):
+            return site / path
+
+    monkeypatch.setattr(clashes.importlib.metadata, "distribution", lambda name: Distribution())
+
+
+def test_a_clone_that_hides_an_editable_installation_is_no_stranger_but_said(clone, monkeypatch):
+    installed(monkeypatch, {"dir_info": {"editable": True}, "url": clone.as_uri()})
+    first, _ = clashes.check_clashes()
+    assert first.passed
+    assert re.fullmatch(
+        "FleetX twice: imported from .*fleetx, which is first on the path, and not from .*clone/src/fleetx, where pip "
+        "has it installed; to use that one take the first off PYTHONPATH",
+        first.detail,
+    )
+    assert clashes.clashes()["others"] == [str(clone / "src" / "fleetx" / "__init__.py")]
+
+
+def test_so_is_one_that_hides_a_plain_installation(clone, monkeypatch):
+    installed(monkeypatch, None, site=clone / "src")
+    assert clashes.check_clashes()[0].passed
+
+
+def test_a_clone_that_is_not_the_installed_one_is_a_clash(clone, monkeypatch):
+    installed(monkeypatch, {"dir_info": {"editable": True}, "url": ROOT.as_uri()})
+    (clone / "src" / "fleetx.py").write_text("")  # nor is this one, where that is installed from the clone
+    first, _ = clashes.check_clashes()
+    assert not first.passed
+    assert first.detail.count("clone/src/fleetx") == 2
+    installed(monkeypatch, {"dir_info": {"editable": True}, "url": clone.as_uri()})
+    first, _ = clashes.check_clashes()
+    assert not first.passed
+    assert first.detail == str(clone / "src" / "fleetx.py")
+
+
+def test_the_same_files_by_another_way_are_no_clash(tmp_path, monkeypatch):
+    (tmp_path / "linked").symlink_to(OWN.parent)
+    hard = tmp_path / "mounted" / "fleetx"
+    hard.mkdir(parents=True)
+    try:
+        (hard / "__init__.py").hardlink_to(OWN / "__init__.py")  # as a folder that is mounted twice
+    except OSError:
+        pytest.skip("another file system")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "linked"), str(tmp_path / "mounted"), str(OWN.parent)])
+    assert clashes.others() == []
+    assert clashes.check_clashes()[0].detail == "nothing else"
 
 
 def test_another_distribution_in_our_folder_is_found(monkeypatch):
@@ -66,15 +134,14 @@ def test_another_distribution_in_our_folder_is_found(monkeypatch):
 @pytest.mark.parametrize(
     ("origin", "said"),
     [
-        ({"dir_info": {"editable": True}, "url": ROOT.as_uri()}, "fleetx, installed editable from .+"),
+        ({"dir_info": {"editable": True}, "url": OWN.parents[1].as_uri()}, "fleetx, installed editable from .+"),
         ({"dir_info": {"editable": True}, "url": "file:///elsewhere"}, "imported from .+, though .+ from /elsewhere"),
         ({"dir_info": {}, "url": "file:///elsewhere"}, "not installed, imported from a folder"),
     ],
 )
 def test_an_editable_installation_is_recognised(monkeypatch, origin, said):
-    distribution = type("Distribution", (), {"read_text": lambda self, name: json.dumps(origin)})
+    installed(monkeypatch, origin)
     monkeypatch.setattr(clashes.importlib.metadata, "packages_distributions", dict)
-    monkeypatch.setattr(clashes.importlib.metadata, "distribution", lambda name: distribution())
     _, second = clashes.check_clashes()
     assert second.passed
     assert re.fullmatch(said, second.detail)

@@ -13,8 +13,10 @@ from fleetx import fleet, memory
 from fleetx.fleet import planning as planning_module
 from fleetx.fleet.consumption import Consumption, Taken
 from fleetx.notices import _told
+from fleetx.planner import cache, road, verify
 from fleetx.planner.costs import Line
 from fleetx.planner.fitting import DoesNotFit
+from fleetx.planner.plan import Plan, fingerprint_of
 from fleetx.planner.verify import Verified
 from fleetx.units import parse_bytes
 from tests.fleet.planned import (
@@ -118,6 +120,64 @@ def test_the_notes_of_a_plan_are_told_once_and_in_the_words_of_a_strategy(caplog
     assert said.endswith("without gradient_merge and recompute_configs.global_batch it is whole.")
 
 
+@pytest.mark.parametrize(("factor", "is_kept"), [(1.0, True), (1.6, False), (0.5, False)])
+def test_a_time_far_off_is_noted_and_its_profile_is_forgotten(factor, is_kept, monkeypatch, tmp_path, caplog):
+    _told.clear()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(verify, "verify", lambda plan, *_: plan.with_measurement(plan.peak, plan.seconds * factor))
+    model, optimizer = prepared(strategy({}))
+    by_step(model, optimizer, batches(1))
+    assert len(list(cache.folder().iterdir())) == is_kept
+    assert any("times as long as predicted" in note for note in optimizer.plan.notes) != is_kept
+    assert ("a note of the plan: a real step took" in caplog.text) != is_kept
+
+
+def test_a_doubt_about_times_stays_with_plans_that_are_made_later(monkeypatch):
+    monkeypatch.setattr(verify, "verify", lambda plan, *_: plan.with_measurement(plan.peak, plan.seconds * 2))
+    monkeypatch.setattr(planning_module, "allowed", lambda plan: 0)
+    model, optimizer = prepared(strategy({"memory_budget": "20MiB"}))
+    by_step(model, optimizer, batches(2))
+    assert optimizer.planning.replanned > 0
+    assert sum("2.00 times as long as predicted" in note for note in optimizer.plan.notes) == 1
+
+
+def test_plans_of_a_strategy_refuse_other_models(monkeypatch, tmp_path):
+    """The first one, those that are made anew, and those that are made when memory runs out."""
+    monkeypatch.setattr(planning_module, "allowed", lambda plan: 0)
+    model, optimizer = prepared(strategy({"oom_retry": True}))
+    plans = []
+    put_on = planning_module.Planning._put_on
+    monkeypatch.setattr(
+        planning_module.Planning, "_put_on", lambda self, plan: (plans.append(plan), put_on(self, plan))[1]
+    )
+    step = X.Step(model, optimizer, nn.functional.mse_loss)
+    first, second = batches(2)
+    step(first)
+    model.greed = RunsOut(at=1)
+    step(second)
+    assert len(plans) > 2
+    assert {plan.fingerprint for plan in plans} == {fingerprint_of(model, plans[0].names)} != {""}
+    optimizer.plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    with pytest.raises(ValueError, match="a plan is put on the model that it was made for, got another one"):
+        loaded.apply(Net(width=16))
+    loaded.apply(Net()).remove()
+
+
+def test_the_curve_of_a_plan_is_asked_once_however_many_plans_are_tried(monkeypatch):
+    asked, made = [], planning_module.plan_for
+    monkeypatch.setattr(
+        planning_module, "plan_for", lambda *a, **k: asked.append(k.get("curve", True)) or made(*a, **k)
+    )
+    monkeypatch.setattr(verify, "verify", lambda plan, *_: plan.with_measurement(int(plan.peak * 1.1), plan.seconds))
+    model, optimizer = prepared(strategy({"memory_budget": "4MiB"}))
+    by_step(model, optimizer, batches(1))
+    assert optimizer.plan.curve
+    assert optimizer.plan.planning_seconds > 0
+    assert asked.count(True) == 1
+    assert asked.count(False) > 1
+
+
 def test_batches_that_are_larger_than_planned_are_told_of_once(caplog):
     _told.clear()
     model, optimizer = prepared(strategy({}))
@@ -187,13 +247,14 @@ def half_blind(measure):
 
 def trusting(profile, feeding, sample, make, largest):
     """No trial before the first update."""
-    return Verified(make(profile), profile)
+    plan = make(profile)
+    return Verified(plan, profile, plan.peak)
 
 
 def test_a_first_update_that_takes_more_makes_a_new_plan_and_no_step_is_lost_or_doubled(monkeypatch):
     plain, _, _ = trained(strategy(None), "Step")
-    monkeypatch.setattr(planning_module, "measure", half_blind(planning_module.measure))
-    monkeypatch.setattr(planning_module, "until_verified", trusting)
+    monkeypatch.setattr(road, "measure", half_blind(road.measure))
+    monkeypatch.setattr(road, "until_verified", trusting)
     plans = []
     put_on = planning_module.Planning._put_on
     monkeypatch.setattr(

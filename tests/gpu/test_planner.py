@@ -95,9 +95,14 @@ def test_the_predicted_peak_is_what_the_allocator_reserves(share, one_forward):
     settings = {"loss_fn": nn.functional.mse_loss, "global_batch": 96, "one_forward": one_forward}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     most = X.plan(model, sample, optimizer=optimizer, one_forward=True, loss_fn=nn.functional.mse_loss, global_batch=96)
-    plan = X.plan(model, sample, optimizer=optimizer, memory=int(most.peak * share), **settings)
-    checked = verify(plan, Feeding(model, nn.functional.mse_loss), sample)
-    assert checked.measured.peak == pytest.approx(plan.peak, rel=0.05)
+    memory = int(most.peak * share)
+    first = X.plan(model, sample, optimizer=optimizer, memory=memory, **settings)
+    checked = verify(first, Feeding(model, nn.functional.mse_loss), sample)
+    # Blocks are large beside a budget this small: what is allowed for gaps between them may not be needed.
+    assert 0.9 * first.peak <= checked.measured.peak <= 1.05 * first.peak
+    plan = X.plan(model, sample, optimizer=optimizer, memory=memory, verify=True, **settings)
+    assert plan.measured.peak == pytest.approx(plan.peak, rel=0.05)
+    assert plan.measured.peak <= plan.memory
 
 
 def test_a_step_that_really_runs_out_of_memory_is_done_again():
@@ -124,6 +129,7 @@ def test_compiled_segments_are_planned():
     plan = X.plan(model, sample, loss_fn=nn.functional.mse_loss, memory="1GiB", global_batch=64, compile=True)
     checked = verify(plan, Feeding(model, nn.functional.mse_loss), sample)
     assert checked.measured.peak <= 1.05 * plan.memory
+    assert checked.measured.seconds == pytest.approx(plan.seconds, rel=0.5)  # not of a device that waits for the host
 
 
 def test_the_doctor_finds_the_device_and_its_link():

@@ -1,11 +1,13 @@
 """Made-up profiles, with figures like those of BERT-large on a large GPU."""
 
+import random
 from dataclasses import replace
 
 from fleetx.planner.chain import State
 from fleetx.planner.costs import EXACTLY, Line, OptionCost, Profile, SegmentCost
 
 MIB = 2**20
+BYTES = ("kept", "forward_bytes", "backward_bytes", "sent", "holds", "released")
 
 
 def transformer(layers=24, *, bandwidth=50e9, overhead=2e-4, scale=1, reserve=EXACTLY, **others):
@@ -35,3 +37,25 @@ def transformer(layers=24, *, bandwidth=50e9, overhead=2e-4, scale=1, reserve=EX
         device="a test",
         **others,
     )
+
+
+def differing(layers=24, *, seed=0, **others):
+    """The same with layers of which no two are alike."""
+    draw, profile = random.Random(seed), transformer(layers, **others)
+
+    def scaled(line, factor):
+        return line._replace(fixed=line.fixed * factor, per_sample=line.per_sample * factor)
+
+    def varied(segment):
+        size, speed = draw.uniform(0.3, 2.0), draw.uniform(0.5, 1.5)
+        options = [
+            replace(
+                option,
+                seconds=scaled(option.seconds, speed),
+                **{name: scaled(getattr(option, name), size) for name in BYTES},
+            )
+            for option in segment.options
+        ]
+        return replace(segment, forward_seconds=scaled(segment.forward_seconds, speed), options=tuple(options))
+
+    return replace(profile, segments=tuple(varied(segment) for segment in profile.segments))

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 import fleetx
+from fleetx.planner.asked import check
 from fleetx.planner.updating import moved_by
 
 
@@ -46,6 +47,35 @@ def asked(model=None, **settings):
 def test_what_cannot_be_meant_is_refused_with_a_remedy(settings, error, message):
     with pytest.raises(error, match=message):
         asked(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"bandwidth": True}, TypeError, "bandwidth must be a number of bytes per second, .* got True: write"),
+        ({"bandwidth": "fast"}, TypeError, "bandwidth must be .* got 'fast': write for example bandwidth=25e9"),
+        ({"bandwidth": -1}, ValueError, "bandwidth must be .* 0 or more and finite, or None, got -1: write"),
+        ({"bandwidth": float("nan")}, ValueError, "bandwidth must be .* got nan"),
+        ({"bandwidth": float("inf")}, ValueError, "bandwidth must be .* got inf"),
+        ({"one_forward": 1}, TypeError, "one_forward must be True or False, got 1: write one_forward=True or"),
+        ({"even": "yes"}, TypeError, "even must be True or False, got 'yes'"),
+        ({"verify": None}, TypeError, "verify must be True or False, got None"),
+        ({"global_batch": 10**30}, ValueError, "global_batch must be .* from 1 to 2,147,483,648, got 10+: write"),
+        ({"global_batch": 0}, ValueError, "global_batch must be .* got 0: write"),
+        ({"global_batch": 4.0}, TypeError, "global_batch must be .* got 4.0: write"),
+    ],
+)
+def test_values_that_cannot_be_meant_are_refused_with_a_remedy(settings, error, message):
+    sample = torch.randn(4, 16), torch.randn(4, 16)
+    with pytest.raises(error, match=message):
+        check(net(), sample, functional.mse_loss, None, "auto", None, **settings)
+
+
+def test_values_that_can_be_meant_are_taken():
+    sample = torch.randn(4, 16), torch.randn(4, 16)
+    for bandwidth in (None, 0, 0.0, 25e9):
+        flags = {"one_forward": True, "even": False, "compile": False, "cached": True, "verify": False}
+        check(net(), sample, functional.mse_loss, None, "auto", None, bandwidth=bandwidth, global_batch=64, **flags)
 
 
 def test_what_is_doubtful_is_noted():

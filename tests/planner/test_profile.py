@@ -102,8 +102,9 @@ def test_a_plan_that_takes_more_than_predicted_is_made_anew_until_it_fits():
         made.append(plan_for(profile, memory=memory, global_batch=120, curve=False))
         return made[-1]
 
-    plan, corrected = until_verified(half_blind(profile), feeding, sample, make)
+    plan, corrected, first_peak = until_verified(half_blind(profile), feeding, sample, make)
     assert 1 < len(made) <= 4
+    assert first_peak == made[0].peak
     assert made[0].micro_batch > 8 >= plan.micro_batch
     assert plan.measured.peak <= memory * 1.03
     assert corrected.unexplained.per_sample > 0

@@ -119,6 +119,24 @@ def test_a_step_that_does_not_fit_ends_the_growth(monkeypatch):
     assert found.sizes() == (2, 8, 16)
 
 
+@pytest.mark.parametrize(("most", "sizes"), [(64, (16, 32)), (16, (8, 16)), (4, (2, 4))])
+def test_compiled_segments_are_timed_at_two_sizes_found_without_the_compiler(monkeypatch, most, sizes):
+    found = timing_on_a_device(monkeypatch)
+    found.trials.compile = True
+    monkeypatch.setattr(Trials, "_applied", forbidding_compilers(Trials._applied))
+    monkeypatch.setattr(found, "_waits_at", lambda size: size < 16)
+    monkeypatch.setattr(found, "_members", lambda state, size: [0] if size <= most else None)
+    assert found.sizes() == sizes
+
+
+def forbidding_compilers(applied):
+    def checked(trials, segments):
+        assert not trials.compile
+        return applied(trials, segments)
+
+    return checked
+
+
 def test_a_step_that_does_not_fit_on_another_worker_ends_the_growth_too(monkeypatch):
     asked = []
 

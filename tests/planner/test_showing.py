@@ -1,6 +1,7 @@
 import json
 import re
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -108,9 +109,26 @@ def test_a_model_of_the_users_own_is_planned_from_the_command_line(app, maker, t
     plan = Plan.load(tmp_path / "plan.json")
     assert plan.verified
     assert max(moment.peak for moment in plan.moments) == plan.measured.peak
+    assert re.search(r"The planner took [\d,.]+ m?s: measuring, planning and verifying\.\n$", done.stdout)
     assert (tmp_path / "plan.png").exists()
     done = runner.invoke(app, [maker, *options, "--json"])
     assert json.loads(done.stdout)["global_batch"] == 64
+    assert json.loads(done.stdout)["planning_seconds"] > 0
+
+
+def test_what_the_planner_took_is_said_without_the_making_of_the_model(app, maker, tmp_path):
+    (tmp_path / "users_model.py").write_text(MAKER.replace("torch.manual_seed(0)", "__import__('time').sleep(1)"))
+    began = time.perf_counter()
+    done = runner.invoke(app, [maker, "--memory", "64KiB", "--no-bf16", "--json"])
+    assert 0 < json.loads(done.stdout)["planning_seconds"] < time.perf_counter() - began - 1
+
+
+def test_a_plan_says_how_long_it_took_only_if_that_is_known():
+    plan = plan_for(transformer(4), memory=10 * GIB, global_batch=64, one_forward=True)
+    assert "The planner took" not in str(plan)
+    timed = replace(plan, planning_seconds=12.345)
+    assert str(timed).splitlines()[-1] == "  The planner took 12.35 s: measuring and planning."
+    assert timed == plan  # plans are the same however long they took
 
 
 def test_amounts_on_the_command_line_may_be_plain_bytes(app, maker):

@@ -1,12 +1,13 @@
 import time
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleetx.planner.chain import Chain, Option, Stage, State, evaluate
-from fleetx.planner.solve import least_memory, least_seconds, solve, tidy
+from fleetx.planner.chain import Chain, Option, Stage, State, evaluate, evaluate_all, evaluate_exchanges
+from fleetx.planner.solve import fits, least_memory, solve, tidy
 from tests.planner.chains import DEVICE, HOST, by_brute_force, chains, layers, walk
 
 GIB = 2**30
@@ -32,7 +33,8 @@ def test_no_choice_that_fits_is_faster_than_the_solution(chain, memory, host_mem
 def test_a_search_that_follows_few_choices_keeps_its_promises(chain, memory, host_memory, data):
     width = data.draw(st.sampled_from([1, 2, 5]))
     best = by_brute_force(chain, memory, host_memory)
-    found = solve(chain, memory, host_memory, widths=(width, width))
+    widths, proof = data.draw(st.sampled_from([((width, width), None), ((), width), ((width,), 10 * width)]))
+    found = solve(chain, memory, host_memory, widths=widths, proof=proof)
     if found is not None:
         assert walk(chain, found.choice) is not None
         assert best is not None
@@ -49,6 +51,10 @@ def test_what_is_faster_is_found_though_a_narrow_search_misses_it(chain, memory,
         assert found is not None
         assert found.seconds == pytest.approx(best)
         assert solve(chain, memory, host_memory, faster_than=best - 1e-6, widths=(1, 5000)) is None or best < 1e-6
+        for widths, proof in (((), 5000), ((1,), None), ((), None)):
+            found = solve(chain, memory, host_memory, faster_than=best + 1e-6, widths=widths, proof=proof)
+            assert found is not None  # what may be faster is not passed over in silence
+            assert found.at_least <= best + 1e-9
 
 
 @property_test
@@ -84,10 +90,33 @@ def test_the_least_memory_is_just_enough(chain, host_memory):
 
 @property_test
 @given(chains(), budgets, caps)
-def test_the_quick_bound_is_below_every_choice(chain, memory, host_memory):
-    best = by_brute_force(chain, memory, host_memory)
-    if best is not None:
-        assert least_seconds(chain, memory, host_memory) <= best + 1e-6
+def test_what_fits_is_known_without_a_search(chain, memory, host_memory):
+    assert fits(chain, memory, host_memory) == (by_brute_force(chain, memory, host_memory) is not None)
+
+
+@property_test
+@given(chains(), st.data())
+def test_many_choices_are_evaluated_at_once_as_one_by_one(chain, data):
+    choices = [[data.draw(st.integers(0, len(stage.options) - 1)) for stage in chain.stages] for _ in range(3)]
+    costs = evaluate_all(chain, np.array(choices))
+    for number, choice in enumerate(choices):
+        one = evaluate(chain, choice)
+        assert (costs.peak[number], costs.host[number]) == (one.peak, one.host_bytes)
+        assert costs.seconds[number] == pytest.approx(one.seconds)
+        assert costs.waits[number] == bool(one.waits)
+
+
+@property_test
+@given(chains(), st.data())
+def test_exchanges_are_evaluated_at_once_as_one_by_one(chain, data):
+    choice = [data.draw(st.integers(0, len(stage.options) - 1)) for stage in chain.stages]
+    costs, before = evaluate_exchanges(chain, np.array(choice)), evaluate(chain, choice)
+    for i, stage in enumerate(chain.stages):
+        for option in range(len(stage.options)):
+            one = evaluate(chain, [*choice[:i], option, *choice[i + 1 :]])
+            assert (costs.peak[i, option], costs.host[i, option]) == (one.peak, one.host_bytes)
+            assert costs.seconds[i, option] == pytest.approx(one.seconds)
+            assert before.waits or costs.waits[i, option] == bool(one.waits)
 
 
 @property_test

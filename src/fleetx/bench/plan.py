@@ -43,7 +43,7 @@ def measure(
         if ends is not None and time.monotonic() > ends:
             raise OutOfTime
 
-    bench = Bench(results, save, check_time, torch.device("cpu" if tiny else "cuda"), compile)
+    bench = Bench(results, save, check_time, _say, torch.device("cpu" if tiny else "cuda"), compile)
     threads = torch.get_num_threads()
     if tiny:
         torch.set_num_threads(1)  # what is tiny takes longer with more
@@ -55,6 +55,11 @@ def measure(
     finally:
         torch.set_num_threads(threads)
     return results, path, True
+
+
+def _say(line: str) -> None:
+    """At once: it takes many minutes, and whoever reads a log wants to know where it stands."""
+    print(line, flush=True)  # noqa: T201 - of a command
 
 
 def chosen(cases: Sequence[Case], only: str) -> list[Case]:

@@ -4,10 +4,12 @@ All workers have the same plan: budgets are the least of all, peaks the largest,
 """
 
 import json
+import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -18,16 +20,15 @@ from fleetx.fleet.consumption import Consumption
 from fleetx.memory import Applied, applied_to
 from fleetx.notices import tell_once
 from fleetx.planner.allocator import with_others
-from fleetx.planner.blocks import ways_to_cut
 from fleetx.planner.budget import budget_on, free_on
 from fleetx.planner.costs import NOTHING, Profile
 from fleetx.planner.feeding import Feeding
-from fleetx.planner.fitting import DoesNotFit, Words, first_that_fits
+from fleetx.planner.fitting import DoesNotFit, Words
 from fleetx.planner.making import plan_for
 from fleetx.planner.plan import Plan
-from fleetx.planner.profile import measure
+from fleetx.planner.road import Road, with_curve
 from fleetx.planner.updating import tensors_of
-from fleetx.planner.verify import MOST_PLANS, Verified, allowed, until_verified
+from fleetx.planner.verify import MOST_PLANS, allowed
 from fleetx.slicing import Batch, map_tensors
 from fleetx.strategy import DistributedStrategy
 
@@ -95,6 +96,7 @@ class Planning:
         """
         if self.plan is not None:
             return
+        began = time.perf_counter()
         configs, device = self.strategy.recompute_configs, feeding.device
         self._compile_options = compile_options
         budget, notes = budget_on(device, configs.memory_budget)
@@ -104,25 +106,26 @@ class Planning:
             "k_steps": k_steps,
         }
 
-        def planned(cuts: Sequence[str]) -> Verified:
-            profile = measure(
-                feeding,
-                batch,
-                cuts,
-                optimizer=self.optimizer.inner,
-                compile=self.strategy.compile if compile is None else compile,
-                bandwidth=None if configs.enable_offload else 0.0,
-                everywhere=lambda so_here: bool(sharing.least(int(so_here), device)),
-            )
-            profile = replace(self._with_everything(profile, batch, device), notes=(*profile.notes, *notes))
-            return until_verified(profile, feeding, batch, self._made, lambda peak: sharing.most(peak, device))
+        road = Road(
+            feeding,
+            batch,
+            self.optimizer.inner,
+            compile=self.strategy.compile if compile is None else compile,
+            bandwidth=None if configs.enable_offload else 0.0,
+            everywhere=lambda so_here: bool(sharing.least(int(so_here), device)),
+            largest=lambda number: sharing.most(number, device),
+        )
+
+        def with_everything(profile: Profile) -> Profile:
+            return replace(self._with_everything(profile, batch, device), notes=(*profile.notes, *notes))
 
         # The first worker's for all: another one's batch may be cut elsewhere, and all must measure the same.
-        ways = json.loads(sharing.from_first(json.dumps(list(ways_to_cut(feeding, batch))), device))
-        verified = first_that_fits(ways, planned)
-        self._profile = verified.profile
+        ways = json.loads(sharing.from_first(json.dumps(list(road.ways())), device))
+        found = road.first_plan(ways, partial(self._made, curve=False), complete=with_everything)
+        found = with_curve(found, self._made)
+        self._profile = found.profile
         self._consumption = Consumption(device)
-        self._put_on(verified.plan)
+        self._put_on(replace(found.plan, planning_seconds=time.perf_counter() - began))
 
     def _with_everything(self, profile: Profile, batch: Batch, device: torch.device) -> Profile:
         """The profile with what only this job has: masters, compressed gradients, a whole batch, tensors of others."""
@@ -211,10 +214,13 @@ class Planning:
     # How -------------------------------------------------------------------------------------------------
 
     def _made(self, profile: Profile | None, below: int | None = None, **changed: Any) -> Plan:
-        """The first worker's plan; with `below`, any that takes less than that will do if the budget is too small."""
+        """The first worker's plan; with `below`, any that takes less than that will do if the budget is too small.
+
+        Like those of `fleetx.plan` it refuses other models, wherever it may be saved and loaded.
+        """
         device = next(self.model.parameters()).device
         said = _said(lambda: self._solved(profile, below, changed)) if world.rank() == 0 else ""
-        return _heard(sharing.from_first(said, device))
+        return _heard(sharing.from_first(said, device)).of(self.model)
 
     def _solved(self, profile: Profile | None, below: int | None, changed: Mapping[str, Any]) -> Plan:
         assert profile is not None

@@ -1,8 +1,9 @@
 """Which plan is fastest and fits: measured on the model itself, found by a pure search."""
 
+import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,17 +11,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fleetx.memory import applied_to
-from fleetx.planner import asked, cache
+from fleetx.planner import asked
 from fleetx.planner.allocator import with_others
-from fleetx.planner.blocks import find_blocks, ways_to_cut
+from fleetx.planner.blocks import find_blocks
 from fleetx.planner.budget import budget_on
 from fleetx.planner.costs import Profile
 from fleetx.planner.feeding import Feeding
-from fleetx.planner.fitting import DoesNotFit, first_that_fits
+from fleetx.planner.fitting import DoesNotFit
 from fleetx.planner.making import plan_for
 from fleetx.planner.plan import Plan
-from fleetx.planner.profile import key_of, measure
-from fleetx.planner.verify import time_is_right, until_verified, with_doubtful_time
+from fleetx.planner.profile import measure
+from fleetx.planner.road import Road, with_curve
 from fleetx.slicing import Batch, batch_size
 from fleetx.units import parse_bytes
 
@@ -60,38 +61,41 @@ def plan(
 
     The model, its gradients, buffers and all random generators are as before afterwards.
     """
-    asked.check(model, sample, loss_fn, optimizer, checkpoints, precision)
+    began = time.perf_counter()
+    asked.check(
+        model,
+        sample,
+        loss_fn,
+        optimizer,
+        checkpoints,
+        precision,
+        global_batch=global_batch,
+        bandwidth=bandwidth,
+        one_forward=one_forward,
+        even=even,
+        compile=compile,
+        cached=cached,
+        verify=verify,
+    )
     if applied_to(model) is not None:
         raise ValueError("this model has a plan already: take it off with remove() before planning anew.")
     feeding = Feeding(model, loss_fn, precision)
     batch = batch_size(sample) if global_batch is None else global_batch
-    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
-        raise ValueError(f"global_batch must be a number of samples, at least 1, got {batch!r}.")
     budget, notes = budget_on(feeding.device, memory)
     cap = None if host_memory is None else parse_bytes(host_memory)
 
     question = {"memory": budget, "global_batch": batch, "host_memory": cap, "one_forward": one_forward, "even": even}
 
-    def make_one_to_try(profile: Profile) -> Plan:
-        return plan_for(profile, **question, curve=False)  # which takes longer than the plan itself
+    def make(profile: Profile, *, curve: bool = True) -> Plan:
+        return plan_for(profile, **question, curve=curve)
 
-    def planned(cuts: Sequence[str]) -> Plan:
-        profile = measure(
-            feeding, sample, cuts, optimizer=optimizer, compile=compile, bandwidth=bandwidth, cached=cached
-        )
+    def with_what_is_known(profile: Profile) -> Profile:
         fixed = with_others(profile.fixed, model, optimizer, sample, feeding.device)
-        profile = replace(profile, fixed=fixed, notes=(*profile.notes, *notes, *asked.doubts(model, optimizer)))
-        if not verify:
-            return plan_for(profile, **question)
-        tried = until_verified(profile, feeding, sample, make_one_to_try)
-        with suppress(DoesNotFit):  # with what it took there may be no room for it: then nothing is said of others
-            tried = tried._replace(plan=replace(tried.plan, curve=plan_for(tried.profile, **question).curve))
-        verified = tried.plan
-        if time_is_right(verified):
-            return verified
-        if cached:  # what a busy machine measured is not kept for ever
-            cache.forget(key_of(feeding, sample, cuts, optimizer, compile, bandwidth=bandwidth))
-        return with_doubtful_time(verified)
+        return replace(profile, fixed=fixed, notes=(*profile.notes, *notes, *asked.doubts(model, optimizer)))
 
-    ways = ways_to_cut(feeding, sample) if isinstance(checkpoints, str) else [asked.cuts_at(model, checkpoints)]
-    return first_that_fits(ways, planned).of(model)
+    road = Road(feeding, sample, optimizer, compile, bandwidth, cached)
+    ways = road.ways() if isinstance(checkpoints, str) else [asked.cuts_at(model, checkpoints)]
+    found = road.first_plan(ways, partial(make, curve=not verify), complete=with_what_is_known, verify=verify)
+    if verify:
+        found = with_curve(found, make)
+    return replace(found.plan, planning_seconds=time.perf_counter() - began)

@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from fleetx.memory import Segment
 from fleetx.memory.names import find_cuts, matches
 from fleetx.memory.structures import tensors_in
 from fleetx.notices import shown
+from fleetx.planner.search import check_batch
 from fleetx.planner.updating import moved_by
 from fleetx.slicing import Batch
 
@@ -26,12 +28,22 @@ def check(
     optimizer: object,
     checkpoints: object,
     precision: object,
+    *,
+    global_batch: object = None,
+    bandwidth: object = None,
+    **flags: object,
 ) -> None:
-    """Raise for whatever would otherwise fail in other words, or much later."""
+    """Raise for whatever would otherwise fail in other words, or much later; `flags` are all that must be bools."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"fleetx.plan takes an nn.Module, not a {type(model).__name__}.")
     _check_optimizer(optimizer)
     _check_precision(precision)
+    if global_batch is not None:
+        check_batch(global_batch)
+    _check_bandwidth(bandwidth)
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {shown(value)}: write {name}=True or {name}=False.")
     _check_checkpoints(model, checkpoints)
     _check_memory(model, sample)
     if loss_fn is None:
@@ -94,6 +106,17 @@ def _check_precision(precision: object) -> None:
         raise TypeError(f"{rule}, got {shown(precision)}: write for example precision=torch.bfloat16.")
     if precision is not None and precision not in _PRECISIONS:
         raise ValueError(f"{rule}, got {precision}: autocast knows no other; leave it out for the model's own dtypes.")
+
+
+def _check_bandwidth(bandwidth: object) -> None:
+    rule = "bandwidth must be a number of bytes per second, 0 or more and finite, or None"
+    remedy = "write for example bandwidth=25e9, 0 if nothing shall be sent, or leave it out to have it measured"
+    if bandwidth is None:
+        return
+    if isinstance(bandwidth, bool) or not isinstance(bandwidth, int | float):
+        raise TypeError(f"{rule}, got {shown(bandwidth)}: {remedy}.")
+    if not 0 <= bandwidth < math.inf:
+        raise ValueError(f"{rule}, got {shown(bandwidth)}: {remedy}.")
 
 
 def _check_checkpoints(model: nn.Module, checkpoints: object) -> None:

@@ -29,10 +29,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fleetx.memory import DEAR_KINDS
 from fleetx.memory.states import Home, Save
+
+T = TypeVar("T")
 
 
 class State(NamedTuple):
@@ -61,6 +66,10 @@ class Option:
     released: int = 0  # bytes of its input that go to the host
     waiting: float = 0.0  # seconds that the forward waits until all that was sent has left
 
+    def highest(self, gradients: int) -> int:
+        """The most bytes while it runs, beside what earlier segments keep and send: with so many of gradients."""
+        return max(self.forward_bytes, self.backward_bytes + gradients)
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -69,6 +78,27 @@ class Stage:
     name: str
     forward_seconds: float
     options: tuple[Option, ...]
+
+
+def equally_many(rows: Sequence[Sequence[T]]) -> list[list[T]]:
+    """The same rows, the shorter ones with their last entry repeated."""
+    most = max((len(row) for row in rows), default=1)
+    return [[*row, *[row[-1]] * (most - len(row))] for row in rows]
+
+
+_MUCH = 2**52  # more bytes than there are anywhere: so many can be added up
+
+
+class Table(NamedTuple):
+    """The options of all segments as numbers, segments × options; a segment that has fewer repeats its last one."""
+
+    seconds: NDArray[np.float64]
+    waiting: NDArray[np.float64]
+    kept: NDArray[np.int64]
+    local: NDArray[np.int64]  # the most beside what earlier segments keep and send
+    sent: NDArray[np.int64]
+    holds: NDArray[np.int64]
+    released: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -90,6 +120,22 @@ class Chain:
         if not self.gradients:
             return (0,) * (len(self.stages) + 1)
         return tuple(accumulate(reversed(self.gradients)))[::-1]
+
+    @cached_property
+    def table(self) -> Table:
+        """For those who look at all segments at once."""
+        late = self.gradients_from  # of the tail, too
+        rows = [
+            [(o.seconds, o.waiting, o.kept, o.highest(late[i]), o.sent, o.holds, o.released) for o in options]
+            for i, options in enumerate(equally_many([stage.options for stage in self.stages]))
+        ]
+        seconds, waiting, *sizes = np.array(rows, np.float64).transpose(2, 0, 1)
+        return Table(seconds, waiting, *(np.minimum(size, _MUCH).astype(np.int64) for size in sizes))
+
+    @cached_property
+    def common_seconds(self) -> float:
+        """What every choice takes: all forwards, and the tail's backward."""
+        return sum(self.forward_seconds()) + self.tail_backward_seconds
 
     @property
     def fixed_bytes(self) -> int:
@@ -181,6 +227,69 @@ def evaluate(chain: Chain, choice: Sequence[int]) -> Evaluation:
         seconds=sum(chain.forward_seconds()) + sum(o.seconds + o.waiting for o in chosen) + chain.tail_backward_seconds,
         host_bytes=sum(option.sent for option in chosen),
         waits=tuple(_waits(chain, chosen)),
+    )
+
+
+class Costs(NamedTuple):
+    """What several choices cost."""
+
+    seconds: NDArray[np.float64]
+    peak: NDArray[np.int64]
+    host: NDArray[np.int64]
+    waits: NDArray[np.bool_]
+
+
+def evaluate_all(chain: Chain, choices: NDArray[np.int64]) -> Costs:
+    """What matters of `evaluate`, for many choices at once, one in each row; there must be segments."""
+    table, rows = chain.table, np.arange(len(chain.stages))
+    seconds, waiting, own, local, sent, holds, released = (column[rows, choices] for column in table)
+    own[:, 1:] += np.minimum(holds[:, :-1], released[:, 1:])
+    kept = np.cumsum(own, axis=1)
+    local[:, 1:] += kept[:, :-1] + sent[:, :-1]
+    turn = kept[:, -1] + sent[:, -1] + chain.tail_bytes + chain.gradients_from[-1]
+    highest = np.maximum(local.max(axis=1), turn)
+    lasting = np.append(seconds[:, 1:], np.full((len(choices), 1), chain.tail_backward_seconds), axis=1)
+    return Costs(
+        seconds=chain.common_seconds + (seconds + waiting).sum(axis=1),
+        peak=chain.fixed_bytes + np.maximum(highest, chain.update_bytes + chain.gradients_from[0]),
+        host=sent.sum(axis=1),
+        waits=np.any(sent > chain.bandwidth * lasting, axis=1),
+    )
+
+
+def evaluate_exchanges(chain: Chain, choice: NDArray[np.int64]) -> Costs:
+    """What a choice costs if one segment has another option: tables of segments × options, as in `Chain.table`.
+
+    `waits` says whether the backward waits at that segment or at the one before.
+    """
+    table, rows = chain.table, np.arange(len(choice))
+    seconds, waiting, _, local, sent, holds, released = (column[rows, choice] for column in table)
+    sent_before, holds_before = np.append(0, sent[:-1]), np.append(0, holds[:-1])
+    released_after, lasting_after = np.append(released[1:], 0), np.append(seconds[1:], chain.tail_backward_seconds)
+    # What each option keeps itself, and makes the next segment keep.
+    keeps = table.kept + np.minimum(holds_before[:, None], table.released)
+    makes_keep = np.minimum(table.holds, released_after[:, None])
+    kept = np.cumsum(keeps[rows, choice])
+    before = np.append(0, kept[:-1])
+    turn = kept[-1] + sent[-1] + chain.tail_bytes + chain.gradients_from[-1]
+    needs = np.append(before + local + sent_before, turn)
+    lowest = chain.update_bytes + chain.gradients_from[0]
+    earlier = np.maximum.accumulate(np.append(lowest, needs[:-2]))
+    later = np.append(np.maximum.accumulate(needs[:1:-1])[::-1], -(2**60))
+    more = keeps - keeps[rows, choice][:, None]
+    more_later = more + makes_keep - makes_keep[rows, choice][:, None]
+    more_sent = table.sent - sent[:, None]
+    own = (before + sent_before)[:, None] + table.local
+    following = needs[1:, None] + more + more_sent
+    peak = np.maximum(np.maximum(earlier[:, None], own), np.maximum(following, later[:, None] + more_later))
+    each = table.seconds + table.waiting
+    now = chain.common_seconds + float((seconds + waiting).sum())
+    return Costs(
+        seconds=now + each - each[rows, choice][:, None],
+        peak=chain.fixed_bytes + peak,
+        host=sent.sum() + more_sent,
+        waits=(table.sent > chain.bandwidth * lasting_after[:, None])
+        | (sent_before[:, None] > chain.bandwidth * table.seconds),
     )
 
 

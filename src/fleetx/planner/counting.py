@@ -8,7 +8,7 @@ import torch
 from fleetx.planner.chain import State
 from fleetx.planner.costs import NOTHING, Line, OptionCost, SegmentCost
 from fleetx.planner.observing import Bytes, bytes_of
-from fleetx.planner.trials import Trials, all_worth_moving
+from fleetx.planner.trials import Trials, all_worth_moving, steps_before
 
 EVERYTHING = State("everything")
 _MOST = 8  # samples in the smaller trial: bytes grow in straight lines
@@ -119,7 +119,7 @@ class Counting:
         trials, batch = self.trials, self.trials.batch(size)
         with trials.watched([state] * len(trials.cuts)) as (watch, applied):
             try:
-                for _ in range(1 if here is None else 2):  # of those that send, the first is not yet as all others
+                for _ in range(steps_before(sends=here is not None, is_compiled=trials.compile)):
                     watch.step(batch)
                 if here is not None and applied is not None:
                     watch.sent = lambda: applied.statistics()["bytes_to_host"]

@@ -53,13 +53,12 @@ def does_not_fit(
     whole = f"{search.global_batch:,} samples in one forward need" if one_forward else "one sample at a time needs"
     if not one_forward and (k_steps is not None or search.cuts[0].micro_batch > 1):
         whole = f"micro-batches of {search.cuts[0].micro_batch:,} samples need"
-    budget = format_bytes(memory)
     if least is None:
-        rule = "no plan is possible within this host memory"
+        rule, remedies = _never(search)
     else:
         needed, budget = format_apart(least, memory)
-        rule = f"{whole} at least {needed} on the device"
-    remedies = [] if least is None else [f"give {words.memory}={_enough(least)!r} or more"]
+        rule = f"{whole} at least {needed} on the device, and the budget is {budget}"
+        remedies = [f"give {words.memory}={_enough(least)!r} or more"]
     if one_forward and largest:
         remedies.append(f"take at most {largest:,} samples in one forward")
         if k_steps is None:
@@ -71,10 +70,17 @@ def does_not_fit(
             f"take at most {largest:,} samples per micro-batch, by a larger k_steps "
             f"({math.ceil(search.global_batch / largest):,} or more)"
         )
-    elif not one_forward:
+    elif not one_forward or not remedies:
         remedies.append("take a smaller model or shorter inputs")
-    message = f"{rule}, and the budget is {budget}: {', or '.join(remedies)}."
-    return DoesNotFit(message, least, largest)
+    return DoesNotFit(f"{rule}: {', or '.join(remedies)}.", least, largest)
+
+
+def _never(search: Search) -> tuple[str, list[str]]:
+    """Rule and remedies if no memory on the device is enough: some segment was measured only as sent to the host."""
+    if search.host_memory is None:
+        return "what a segment sends to the host must be back in time, and the copies of one are too slow", []
+    limit = format_bytes(search.host_memory)
+    return f"no plan is possible with {limit} of host memory, however much the device has", ["give more host_memory"]
 
 
 def _enough(least: int) -> str:

@@ -7,11 +7,12 @@ from fleetx.planner.costs import Profile
 from fleetx.planner.fitting import OF_PLAN, Words, does_not_fit
 from fleetx.planner.plan import Plan, Purchase, RunnerUp
 from fleetx.planner.reasons import notes, reason
-from fleetx.planner.search import Cut, Found, Search, cuts_of
+from fleetx.planner.search import Cut, Found, Search, check_batch, cuts_of
 from fleetx.planner.table import summary
 
 GIB = 2**30
 _RUNNERS_UP = 3
+_GAIN = 0.002  # part of the speed: what gains less is not looked for at other budgets
 
 
 def plan_for(
@@ -32,6 +33,7 @@ def plan_for(
     micro-batches, neither more nor fewer. `even` allows only micro-batches of equal size. `curve=False` leaves out what
     other budgets would give. `words` are for messages.
     """
+    check_batch(global_batch)
     whole = Cut(global_batch, 1)
     if k_steps is not None:
         k_steps = min(k_steps, global_batch)  # fewer samples than slices: one in each, as batches are cut
@@ -90,14 +92,13 @@ def _runner_up(search: Search, found: Found) -> RunnerUp:
 def _curve(search: Search, memory: int, best: Found) -> tuple[Purchase, ...]:
     """What less and more memory would give; budgets double their distance until nothing is gained any more."""
     step = GIB if memory >= 8 * GIB else max(1, memory // 8)
-    gain = 0.02 if search.is_long else 0.002
-    plenty = search.best(2**60, gain=gain)
+    plenty = search.best(2**60, gain=_GAIN)
     limit = plenty[0].seconds if plenty else 0.0
     bought: list[Purchase] = []
     like = best.cut
     for factor in (-4, -2, -1, 0, 1, 2, 4, 8, 16, 32, 64, 128):
         budget = memory + factor * step
-        found = [best] if factor == 0 else search.best(budget, gain=gain, like=like)
+        found = [best] if factor == 0 else search.best(budget, gain=_GAIN, like=like)
         fastest = found[0] if found else None
         if fastest is not None:
             like = fastest.cut

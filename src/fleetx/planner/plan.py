@@ -90,6 +90,8 @@ class Plan:
     notes: tuple[str, ...] = field(default=())
     moments: tuple[Moment, ...] = ()  # of a real step, if one was watched cut by cut
     fingerprint: str = ""  # of the modules that were planned, if that is known
+    # What it took to measure, plan and verify; 0 if that is not known. Plans are the same however long they took.
+    planning_seconds: float = field(default=0.0, compare=False)
 
     @property
     def verified(self) -> bool:
@@ -268,9 +270,10 @@ def _require_figures(values: Mapping[str, Any]) -> None:
     for name, least in _COUNTS.items():
         if type(values[name]) is not int or values[name] < least:
             raise ValueError(f"{name} must be a whole number, {least} or more, got {shown(values[name])}")
-    for name in _RATES:
-        if type(values[name]) not in (int, float) or not 0 <= values[name] < math.inf:
-            raise ValueError(f"{name} must be a number, 0 or more, got {shown(values[name])}")
+    rates = {name: values[name] for name in _RATES} | {"planning_seconds": values.get("planning_seconds", 0.0)}
+    for name, rate in rates.items():
+        if type(rate) not in (int, float) or not 0 <= rate < math.inf:
+            raise ValueError(f"{name} must be a number, 0 or more, got {shown(rate)}")
     batch, steps = values["global_batch"], values["k_steps"]
     if steps > batch or values["micro_batch"] != math.ceil(batch / steps):
         raise ValueError(

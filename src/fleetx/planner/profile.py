@@ -113,6 +113,7 @@ class _Measuring:
         everywhere: Callable[[bool], bool] = bool,
     ) -> None:
         self.feeding = feeding
+        self.sample = sample
         self.lacked_room = False
         self.seen = trace(feeding, sample)
         self.states = list(states) if cuts else [EVERYTHING]
@@ -135,7 +136,7 @@ class _Measuring:
         rate = link.bandwidth(device) if bandwidth is None else bandwidth
         gradient_parts, smallest, block = self._gradient_parts(), self._smallest(), self._largest_block()
         counting = Counting(self.trials, self.seen.saved / self.seen.samples, sends=self.trials.everywhere(rate > 0))
-        with untouched(model), self._progress() as say:
+        with untouched(model, self.feeding.loss_fn, self.sample), self._progress() as say:
             counted_at = sizes or counting.sizes()
             segments = counting.segments(self.states, counted_at, say)
             counted = Profile(
@@ -157,9 +158,7 @@ class _Measuring:
                 smallest=smallest,
             )
             timing = Timing(self.trials, self.seen, counted, counting.states)
-            # A compiled segment is compiled anew for each size.
-            is_open = sizes is None and self.trials.on_gpu and not self.trials.compile
-            timed_at = timing.sizes() if is_open else counted_at
+            timed_at = timing.sizes() if sizes is None and self.trials.on_gpu else counted_at
             profile = timing.profile(timed_at, say)
             if timed_at[-1] > counted_at[1]:
                 tail_bytes = counting.tail_of_many(counted_at, timed_at[-1], timing.frugal)

@@ -1,17 +1,25 @@
 """The loop over micro-batch × merge around the solver: the fastest ways to train with one profile. Pure; no device."""
 
 import math
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import NamedTuple
 
-from fleetx.planner.chain import Chain, State, evaluate
-from fleetx.planner.costs import Profile
-from fleetx.planner.solve import WIDTHS, Solution, least_memory, least_seconds, solve
+import numpy as np
 
-_MANY = 60  # segments, from which on only promising slicings are searched thoroughly
-_QUICK, _LONG = (20,), (120, 300)  # widths of searches in long chains: of all slicings, and of the fastest
-_WIDE = (120, 3000, 12000)  # and in others, of slicings that may hold something faster
+from fleetx.notices import shown
+from fleetx.planner.bounds import rough_bound
+from fleetx.planner.chain import Chain, State, equally_many, evaluate
+from fleetx.planner.costs import Line, Profile
+from fleetx.planner.solve import WIDTHS, Solution, fits, least_memory, solve
+from fleetx.planner.states import Floats
+
+MOST_SAMPLES = 2**31  # of an update
+_MANY = 60  # segments, from which on only the most promising slicing is searched
+_LONG = (40,), 800  # widths of that search, and of the proof that nothing is faster
+_WIDE = (120, 3000), 12000  # and in others, of slicings that may hold something faster
+_COARSE = (120,)  # where not every last bit of speed is asked for
 _ROUNDED = 1 + 1e-9
 _FINER = 1.25  # ratio of neighbouring micro-batches among those that do not divide the global batch
 
@@ -38,6 +46,16 @@ class Found:
     seconds: float  # of an update
 
 
+def check_batch(global_batch: object) -> None:
+    """Raise for what is no number of samples, or one that nobody trains with: its slicings could not be listed."""
+    rule = f"global_batch must be a number of samples, from 1 to {MOST_SAMPLES:,}"
+    remedy = "write for example global_batch=4096, or leave it out for the sample's own size"
+    if isinstance(global_batch, bool) or not isinstance(global_batch, int):
+        raise TypeError(f"{rule}, got {shown(global_batch)}: {remedy}.")
+    if not 1 <= global_batch <= MOST_SAMPLES:
+        raise ValueError(f"{rule}, got {shown(global_batch)}: {remedy}.")
+
+
 def cuts_of(global_batch: int, *, even: bool = False) -> list[Cut]:
     """Ways to slice a global batch: all that are even, and some with slices that differ by one sample."""
     small = [d for d in range(1, math.isqrt(global_batch) + 1) if global_batch % d == 0]
@@ -55,6 +73,56 @@ def cuts_of(global_batch: int, *, even: bool = False) -> list[Cut]:
     return sorted(largest.values())
 
 
+class Outlook:
+    """What can be said of a slicing before its chain is made, which takes longer: how fast it is at best."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._bandwidth = profile.bandwidth
+        self._without_segments = replace(profile, segments=())
+        self._forward = _Lines(segment.forward_seconds for segment in profile.segments)
+        options = [o for row in equally_many([segment.options for segment in profile.segments]) for o in row]
+        self._shape = len(profile.segments), len(options) // max(1, len(profile.segments))
+        self._seconds, self._kept = _Lines(o.seconds for o in options), _Lines(o.kept for o in options)
+        self._sent = _Lines(o.sent for o in options)
+        self._runs = _Lines(o.forward_bytes for o in options), _Lines(o.backward_bytes for o in options)
+        self._is_away = np.array([o.state.home == "host" for o in options], bool).reshape(self._shape)
+
+    def least_seconds(self, micro_batch: int, memory: int, *, merged: bool) -> float:
+        """A bound that no choice of states is faster than; infinite if nothing fits for sure."""
+        around = self._without_segments.chain(micro_batch, merged=merged)
+        forward = self._forward.at(micro_batch)
+        seconds = float(forward.sum()) + around.tail_forward_seconds + around.tail_backward_seconds
+        if not len(forward):
+            return seconds
+        at = partial(_Lines.at, micro_batch=micro_batch)
+        kept, first, second = (at(lines).reshape(self._shape) for lines in (self._kept, *self._runs))
+        room = memory - around.fixed_bytes + 1  # a byte for rounding
+        before = np.cumsum(kept.min(axis=1)) - kept.min(axis=1)
+        if (before + np.maximum(first, second).min(axis=1)).max() > room:
+            return math.inf
+        options = self._options(micro_batch, np.append(forward[1:], around.tail_forward_seconds))
+        return seconds + rough_bound(options, kept, room - around.tail_bytes - around.gradients_from[-1])[0]
+
+    def _options(self, micro_batch: int, windows: Floats) -> Floats:
+        """Seconds of each, with what the forward waits for its copy, which may take as long as the next segment."""
+        seconds = self._seconds.at(micro_batch).reshape(self._shape)
+        if self._bandwidth <= 0:
+            return np.where(self._is_away, math.inf, seconds)
+        copying = self._sent.at(micro_batch).reshape(self._shape) / self._bandwidth
+        return seconds + np.maximum(0.0, copying - windows[:, None])
+
+
+class _Lines:
+    """Many lines at once."""
+
+    def __init__(self, lines: Iterable[Line]) -> None:
+        self._fixed, self._per_sample, self._least = np.array([*lines], np.float64).reshape(-1, 3).T
+
+    def at(self, micro_batch: int) -> Floats:
+        """The amounts at a micro-batch size."""
+        return np.maximum(self._least, self._fixed + self._per_sample * micro_batch)
+
+
 class Search:
     """All plans of one profile and global batch."""
 
@@ -66,6 +134,7 @@ class Search:
         self.is_long = len(profile.segments) > _MANY
         self.merges = cuts != [Cut(global_batch, 1)]
         self.chain = cache(lambda micro_batch: profile.chain(micro_batch, merged=micro_batch < global_batch))
+        self._outlook = Outlook(profile)
 
     def best(self, memory: int, wanted: int = 1, gain: float = 0.0, like: Cut | None = None) -> list[Found]:
         """The fastest plan within a budget, and others until there are as many as wanted; the fastest first.
@@ -74,6 +143,7 @@ class Search:
         for the sooner a good plan is known, the sooner others are ruled out.
         """
         usable = self.usable(memory)
+        widths = _COARSE if gain and not self.is_long else None
         bounds = sorted((self._least_seconds(cut, usable), -cut.micro_batch, cut) for cut in self.cuts)
         found: list[Found] = []
         bounds.sort(key=lambda bound: bound[2] != like)
@@ -81,7 +151,7 @@ class Search:
             fastest = min((one.seconds for one in found), default=math.inf) * (1 - gain)
             if least == math.inf or (len(found) >= wanted and least >= fastest):
                 continue
-            one = self.at(cut, memory, faster_than=fastest if len(found) >= wanted else math.inf)
+            one = self.at(cut, memory, faster_than=fastest if len(found) >= wanted else math.inf, widths=widths)
             if one is not None:
                 found.append(one)
         return _sorted(found)
@@ -90,27 +160,44 @@ class Search:
         """The same slicings, those searched on in which something faster than all these may be left."""
         fastest, improved = found[0].seconds, []
         for number, one in enumerate(found):
-            is_open = self.at_least(one) < fastest / _ROUNDED
-            if is_open and not (self.is_long and number):
-                one = self._improved(one, memory)
+            if self.at_least(one) < fastest / _ROUNDED:
+                one = self._ruled_out(one, memory, fastest) if self.is_long and number else self._improved(one, memory)
                 fastest = min(fastest, one.seconds)
             improved.append(one)
         return _sorted(improved)
 
     def _improved(self, one: Found, memory: int) -> Found:
-        better = self.at(one.cut, memory, widths=_LONG if self.is_long else _WIDE)
+        widths, proof = _LONG if self.is_long else _WIDE
+        better = self.at(one.cut, memory, widths=widths, proof=proof)
         if better is None or better.seconds > one.seconds * _ROUNDED:
             return one
         return better
 
+    def _ruled_out(self, one: Found, memory: int, fastest: float) -> Found:
+        """With the proof that this slicing is not the fastest, if that is quickly found; or with a faster plan."""
+        better = self.at(one.cut, memory, faster_than=fastest, proof=_LONG[1])
+        if better is not None:
+            return better if better.seconds < one.seconds else one
+        proven = min(one.solution.seconds, self._most_seconds(one.cut, fastest))
+        return replace(one, solution=one.solution._replace(at_least=proven))
+
     def at(
-        self, cut: Cut, memory: int, faster_than: float = math.inf, widths: tuple[int, ...] | None = None
+        self,
+        cut: Cut,
+        memory: int,
+        faster_than: float = math.inf,
+        widths: tuple[int, ...] | None = None,
+        proof: int | None = None,
     ) -> Found | None:
-        """The best states for one slicing; None if they do not fit, or would not be faster than so many seconds."""
+        """The best states for one slicing; None if none fit, or are surely not faster than so many seconds.
+
+        `widths` and `proof` say how thoroughly they are searched for; see `solve`.
+        """
         chain = self.chain(cut.micro_batch)
-        most = (faster_than - self.profile.update_seconds) / self._slices(cut)
-        widths = widths or (_QUICK if self.is_long else WIDTHS)
-        solution = solve(chain, self.usable(memory), self.host_memory, faster_than=most, widths=widths)
+        most = self._most_seconds(cut, faster_than)
+        if widths is None:
+            widths = () if self.is_long else WIDTHS
+        solution = solve(chain, self.usable(memory), self.host_memory, faster_than=most, widths=widths, proof=proof)
         return None if solution is None else Found(cut, solution, self._seconds(cut, chain, solution))
 
     def at_least(self, found: Found) -> float:
@@ -140,8 +227,12 @@ class Search:
         shorter = evaluate(self.chain(cut.micro_batch - 1), solution.choice).seconds
         return longer + cut.shorter * shorter + self.profile.update_seconds
 
+    def _most_seconds(self, cut: Cut, seconds: float) -> float:
+        """What a micro-batch may take if an update shall take so long."""
+        return (seconds - self.profile.update_seconds) / self._slices(cut)
+
     def _least_seconds(self, cut: Cut, usable: int) -> float:
-        full = least_seconds(self.chain(cut.micro_batch), usable, self.host_memory)
+        full = self._outlook.least_seconds(cut.micro_batch, usable, merged=cut.micro_batch < self.global_batch)
         return full * self._slices(cut) + self.profile.update_seconds
 
     def _slices(self, cut: Cut) -> float:
@@ -150,9 +241,12 @@ class Search:
 
     def least_memory(self) -> int | None:
         """The smallest budget for which there is a plan."""
-        least = [least_memory(self.chain(cut.micro_batch), self.host_memory) for cut in self.cuts]
-        known = [one for one in least if one is not None]
-        return self.profile.reserve.of(min(known)) if known else None
+        least: int | None = None
+        for cut in self.cuts:
+            chain = self.chain(cut.micro_batch)
+            if least is None or fits(chain, least - 1, self.host_memory):
+                least = least_memory(chain, self.host_memory)
+        return None if least is None else self.profile.reserve.of(least)
 
     def largest_micro_batch(self, memory: int) -> int:
         """How many samples fit in one forward, at most."""
@@ -165,8 +259,7 @@ class Search:
         return low
 
     def _fits(self, micro_batch: int, memory: int) -> bool:
-        least = least_memory(self.profile.chain(micro_batch, merged=self.merges), self.host_memory)
-        return least is not None and least <= self.usable(memory)
+        return fits(self.profile.chain(micro_batch, merged=self.merges), self.usable(memory), self.host_memory)
 
 
 def _sorted(found: list[Found]) -> list[Found]:

@@ -5,9 +5,10 @@ highest point so far, bytes sent so far, seconds so far. A partial choice that i
 them cannot become better later and is dropped; so is one that cannot fit, or cannot be completed in less time than a
 plan that is known already (see `bounds`). Nothing is rounded, so no budget is exceeded.
 
-First only the most promising partial choices are followed, which gives a good plan quickly; then all that may still be
-faster than that. If these become too many, the most promising are followed again, and whether something faster might
-have been among the others is known: `Solution.is_exact`.
+The prices of the bound give a good plan at once: the cheapest choice at prices just high enough, and then whatever else
+fits. Then only the most promising partial choices are followed; then all that may still be faster. If these become too
+many, the most promising are followed again, and whether something faster might have been among the others is known:
+`Solution.is_exact`.
 """
 
 from collections.abc import Callable
@@ -16,14 +17,19 @@ from typing import NamedTuple
 import numpy as np
 
 from fleetx.planner.bounds import Bound, bound
-from fleetx.planner.chain import Chain, evaluate
-from fleetx.planner.states import Ints, States, rest_of
+from fleetx.planner.chain import Chain, Costs, evaluate, evaluate_all, evaluate_exchanges
+from fleetx.planner.states import Floats, Ints, Mask, States, rest_of
 
 Steps = list[tuple[Ints, Ints]]  # per segment: option and previous state of each state
 
 WIDTHS = (120, 800)  # partial choices that are followed, in the first and in the second search
+_NARROW = (20,)  # the same where prices gave no plan, and no search was asked for
+_AT_ONCE = 31  # amounts of memory that are tried together
+_PLENTY = 2**62
+_HINTS = 4  # choices that prices gave, of which plans are made
 _CELLS = 12
 _EQUAL = 1e-9  # relative: such differences in time are rounding
+_TINY = 1e-30  # seconds, for chains that take none
 
 
 class Solution(NamedTuple):
@@ -48,31 +54,36 @@ def solve(
     *,
     faster_than: float = np.inf,
     widths: tuple[int, ...] = WIDTHS,
+    proof: int | None = None,
 ) -> Solution | None:
-    """The fastest choice within so many bytes, or None if there is none, or none that is `faster_than` so many seconds.
+    """The fastest choice within so many bytes; None if there is none, or surely none `faster_than` so many seconds.
 
-    `widths`: how many partial choices each search follows.
+    Where that is not sure, a slower one is returned. `widths`: how many partial choices each search follows; without
+    any, none is made if prices give a plan. `proof`: so many may be followed at last to prove that nothing is faster;
+    where there are more, that is given up at once.
     """
     if not _may_fit(chain, memory):
         return None
     if not chain.stages:
         return _solution(chain, (), np.inf)  # the only one there is
     limits = bound(chain, memory, host_memory)
-    if _common_seconds(chain) + limits.least >= faster_than:
+    at_least = chain.common_seconds + limits.least
+    if at_least >= faster_than:
         return None
-    found, at_least = None, 0.0
-    for width in widths:
-        better, bounded = _search(chain, limits, width, faster_than if found is None else found.seconds)
-        found, at_least = better or found, max(at_least, bounded)
-        if found is None and faster_than == np.inf:
-            found = _most_frugal(chain, limits)
-        if found is None and at_least >= faster_than:
+    found = _by_prices(chain, memory, limits)
+    searches = [(width, False) for width in widths or (() if found else _NARROW)]
+    for width, or_nothing in [*searches, *([(proof, True)] if proof else [])]:
+        if found is not None and found.is_exact:
             break
-        if found is None:
-            continue  # among what this width left out there may be one
+        most = faster_than if found is None else min(faster_than, found.seconds)
+        better, bounded = _search(chain, limits, width, most, or_nothing=or_nothing)
+        at_least = max(at_least, bounded)
+        if at_least >= faster_than:
+            return None
+        found = better or found or _most_frugal(chain, host_memory)
+        if found is None or found.peak > memory:
+            return None
         found = found._replace(at_least=min(at_least, found.seconds))
-        if found.is_exact:
-            break
     return found
 
 
@@ -80,45 +91,119 @@ def least_memory(chain: Chain, host_memory: int | None = None) -> int | None:
     """The fewest bytes for which there is a choice; None if the host has too little for any."""
     if not chain.stages:
         return evaluate(chain, ()).peak
-    everything = sum(max(option.kept for option in stage.options) for stage in chain.stages)
-    highest = max(max(o.forward_bytes, o.backward_bytes) + o.sent for s in chain.stages for o in s.options)
-    others = chain.fixed_bytes + chain.tail_bytes + chain.update_bytes + chain.gradients_from[0]
-    plenty = 2 * (others + everything + highest)
-    found = _most_frugal(chain, bound(chain, plenty, host_memory))
+    found = _most_frugal(chain, host_memory)
     return None if found is None else found.peak
 
 
-def _most_frugal(chain: Chain, limits: Bound, width: int = 300) -> Solution | None:
-    """The choice that needs the least memory, if it fits."""
+def fits(chain: Chain, memory: int, host_memory: int | None = None) -> bool:
+    """Whether there is a choice within so many bytes; sooner known than the least memory."""
+    if not _may_fit(chain, memory):
+        return False
+    if not chain.stages:
+        return True
+    frugal = _Frugal(chain, host_memory).choice(memory - chain.fixed_bytes)
+    if frugal is None:
+        return False
+    if host_memory is None or evaluate(chain, frugal).host_bytes <= host_memory:
+        return True
+    least = least_memory(chain, host_memory)
+    return least is not None and least <= memory
+
+
+def _most_frugal(chain: Chain, host_memory: int | None) -> Solution | None:
+    """The choice that needs the least memory on the device."""
+    frugal = _Frugal(chain, host_memory)
+    least = frugal.least_memory(rest_of(chain)[0])
+    choice = None if least is None else frugal.choice(least)
+    if choice is None:
+        return None
+    if host_memory is None or evaluate(chain, choice).host_bytes <= host_memory:
+        return _solution(chain, choice, 0.0)
+    return _most_frugal_of_many(chain, host_memory)
+
+
+class _Frugal:
+    """What can be done with little memory, if the host has enough for all that is sent.
+
+    Of all partial choices that end with the same option, the one that keeps least is then the best in every respect.
+    """
+
+    def __init__(self, chain: Chain, host_memory: int | None) -> None:
+        table = self._table = chain.table
+        impossible = table.sent > (np.inf if host_memory is None else host_memory)
+        self._local = np.where(impossible, np.inf, table.local)
+        # Neighbours, as segments × own options × the following one's.
+        too_late = table.sent[:-1, :, None] > chain.bandwidth * table.seconds[1:, None, :]
+        held = np.minimum(table.holds[:-1, :, None], table.released[1:, None, :])
+        self._between = np.where(too_late, np.inf, held)
+        turn = _at_the_turn(chain)
+        self._end = np.where(table.sent[-1] > chain.bandwidth * chain.tail_backward_seconds, np.inf, turn)
+        kept, most = table.kept + table.holds, [table.local.max(), turn]
+        self._plenty = int(kept.max(axis=1).sum() + sum(most) + table.sent.max())
+
+    def least_memory(self, at_least: int) -> int | None:
+        """The fewest bytes, without the fixed ones; None if no amount is enough."""
+        low, high = at_least - 1, max(at_least, self._plenty)  # the one is too little, the other enough if any is
+        if not self._ended(np.array([high])).any():
+            return None
+        while high - low > 1:
+            tried = np.unique(np.linspace(low, high, _AT_ONCE + 2).astype(np.int64).clip(low + 1, high - 1))
+            enough = tried[self._ended(tried).any(axis=1)]
+            high = int(enough.min(initial=high))
+            low = int(tried[tried < high].max(initial=low))
+        return high
+
+    def choice(self, memory: int) -> tuple[int, ...] | None:
+        """One that fits into so many bytes, without the fixed ones; None if there is none."""
+        came_from: list[Ints] = []
+        ended = self._ended(np.array([memory]), came_from)[0]
+        if not ended.any():
+            return None
+        options = [int(ended.argmax())]
+        for previous in reversed(came_from):
+            options.append(int(previous[0, options[-1]]))
+        return tuple(reversed(options))
+
+    def _ended(self, budgets: Ints, came_from: list[Ints] | None = None) -> Mask:
+        """With which last options a choice can be completed within each of the budgets."""
+        table, budget = self._table, budgets[:, None, None]
+        kept = np.where(self._local[0] <= budgets[:, None], table.kept[0], np.inf)
+        for i in range(1, len(self._local)):
+            needs = (kept + table.sent[i - 1])[:, :, None] + self._local[i]
+            grown = np.where(needs <= budget, kept[:, :, None] + self._between[i - 1], np.inf)
+            if came_from is not None:
+                came_from.append(grown.argmin(axis=1))
+            kept = grown.min(axis=1) + table.kept[i]
+        return kept + table.sent[-1] + self._end <= budgets[:, None]
+
+
+def _most_frugal_of_many(chain: Chain, host_memory: int, width: int = 300) -> Solution | None:
+    """The same where the host has too little for all that the most frugal choice would send."""
 
     def followed(states: States, _segment: int, rest: int) -> States:
         # All are equally fast, so that only bytes count.
+        states = states.pick(states.host <= host_memory)
         states = states._replace(seconds=np.zeros(states.size)).without_worse(rest)
         order = np.lexsort((states.host, np.maximum(states.kept, states.peak)))
         return states if states.size <= width else states.pick(_chosen(states, order, width))
 
     states, steps = _run(chain, followed)
-    ended = _ended(chain, states, limits)
+    ended = _ended(chain, states, _PLENTY, host_memory)
     return _solution(chain, _choice(int(ended[0]), steps), 0.0) if len(ended) else None
 
 
-def least_seconds(chain: Chain, memory: int, host_memory: int | None = None) -> float:
-    """A bound that no choice within these bytes is faster than, quickly found; infinite if nothing fits for sure."""
-    if not _may_fit(chain, memory):
-        return np.inf
-    least = bound(chain, memory, host_memory, roughly=True).least if chain.stages else 0.0
-    return _common_seconds(chain) + max(0.0, least)
-
-
-def _search(chain: Chain, limits: Bound, width: int, most: float) -> tuple[Solution | None, float]:
+def _search(
+    chain: Chain, limits: Bound, width: int, most: float, *, or_nothing: bool = False
+) -> tuple[Solution | None, float]:
     """The fastest among the most promising choices, as far as they take at most so many seconds.
 
-    And how long every choice takes at least, or all that are no faster than `most`.
+    And how long every choice takes at least, or all that are no faster than `most`. `or_nothing`: where there are more
+    promising ones than can be followed, none is.
     """
-    common = _common_seconds(chain)
-    beam = _Beam(limits, width, (most - common) * (1 + _EQUAL))
+    common = chain.common_seconds
+    beam = _Beam(limits, width, (most - common) * (1 + _EQUAL), or_nothing)
     states, steps = _run(chain, beam.followed)
-    ended = _ended(chain, states, limits)
+    ended = _ended(chain, states, limits.memory, limits.host_memory)
     if not len(ended):
         return None, min(common + beam.left_out, most)
     found = _solution(chain, tidy(chain, _choice(int(ended[0]), steps)), 0.0)
@@ -140,10 +225,11 @@ def _run(chain: Chain, followed: Callable[[States, int, int], States]) -> tuple[
 class _Beam:
     """Follows what is most promising."""
 
-    def __init__(self, limits: Bound, width: int, most: float) -> None:
+    def __init__(self, limits: Bound, width: int, most: float, or_nothing: bool) -> None:
         self.limits = limits
         self.width = width
         self.most = most  # seconds
+        self.or_nothing = or_nothing
         self.left_out = np.inf  # the best promise that was not followed
 
     def followed(self, states: States, segment: int, rest: int) -> States:
@@ -155,6 +241,9 @@ class _Beam:
     def _trimmed(self, states: States, segment: int, width: int) -> States:
         if states.size <= width:
             return states
+        if self.or_nothing:
+            self.left_out = -np.inf
+            return states.pick(np.zeros(states.size, bool))
         priced = self.limits.priced(states, segment)
         order = np.argsort(priced, kind="stable")
         chosen = _chosen(states, order, width)
@@ -178,12 +267,12 @@ def _cells(values: Ints) -> Ints:
     return (values - low) * _CELLS // (high - low + 1)
 
 
-def _ended(chain: Chain, states: States, limits: Bound) -> Ints:
+def _ended(chain: Chain, states: States, memory: int, host_memory: float) -> Ints:
     """The states after the last segment that fit with the tail too, the fastest first."""
-    highest = np.maximum(states.peak, states.kept + states.sent + chain.tail_bytes + chain.gradients_from[-1])
-    fits = (highest <= limits.memory) & (states.host <= limits.host_memory)
-    fits &= states.sent <= chain.bandwidth * chain.tail_backward_seconds
-    found = np.flatnonzero(fits)
+    highest = np.maximum(states.peak, states.kept + states.sent + _at_the_turn(chain))
+    within = (highest <= memory) & (states.host <= host_memory)
+    within &= states.sent <= chain.bandwidth * chain.tail_backward_seconds
+    found = np.flatnonzero(within)
     return found[np.lexsort((states.host[found], highest[found], states.seconds[found]))]
 
 
@@ -199,13 +288,70 @@ def _may_fit(chain: Chain, memory: int) -> bool:
     return max(rest_of(chain)[0], chain.update_bytes + chain.gradients_from[0]) + chain.fixed_bytes <= memory
 
 
-def _common_seconds(chain: Chain) -> float:
-    return sum(chain.forward_seconds()) + chain.tail_backward_seconds
-
-
 def _solution(chain: Chain, choice: tuple[int, ...], at_least: float) -> Solution:
     cost = evaluate(chain, choice)
     return Solution(choice, cost.peak, cost.host_bytes, cost.seconds, min(at_least, cost.seconds))
+
+
+def _by_prices(chain: Chain, memory: int, limits: Bound) -> Solution | None:
+    """A choice that fits and is about as fast as any: what prices gave, mended where that needs too much or little."""
+    costs = evaluate_all(chain, limits.hints)
+    lacking = limits.kept_price * np.maximum(0, costs.peak - memory)
+    if limits.host_price:
+        lacking += limits.host_price * np.maximum(0, costs.host - limits.host_memory)
+    likely = np.argsort(costs.seconds + lacking, kind="stable")[:_HINTS]
+    budgets = float(memory), limits.host_memory
+    fitting = [_relieved(chain, hint, budgets) for hint in limits.hints[likely]]
+    mended = [_filled(chain, choice, budgets) for choice in fitting if choice is not None]
+    if not mended:
+        return None
+    best = mended[int(evaluate_all(chain, np.stack(mended)).seconds.argmin())]
+    found = _solution(chain, tidy(chain, tuple(best.tolist())), chain.common_seconds + limits.least)
+    return found if found.peak <= memory else None  # rounding, of absurd amounts
+
+
+def _relieved(chain: Chain, choice: Ints, budgets: tuple[float, float]) -> Ints | None:
+    """The same choice, one segment after the other made to need less until all fits; None if that does not succeed."""
+    choice, rows = choice.copy(), np.arange(len(choice))
+    for _ in rows:
+        costs = evaluate_exchanges(chain, choice)
+        excess = _excess(costs, budgets)
+        now = excess[0, choice[0]]
+        if not now:
+            return choice
+        relief = np.where(costs.waits, 0.0, now - excess)
+        slower = costs.seconds - costs.seconds[0, choice[0]]
+        worth = np.where(relief > 0, relief / np.maximum(slower, _EQUAL * costs.seconds + _TINY), 0.0)
+        if not worth.any():
+            return None
+        segment, option = np.unravel_index(int(worth.argmax()), worth.shape)
+        choice[segment] = option
+    return None
+
+
+def _filled(chain: Chain, choice: Ints, budgets: tuple[float, float]) -> Ints:
+    """The same choice, one segment after the other made faster as long as there is room, what gains most first."""
+    choice, rows = choice.copy(), np.arange(len(choice))
+    for _ in rows:
+        costs = evaluate_exchanges(chain, choice)
+        seconds = np.where((_excess(costs, budgets) > 0) | costs.waits, np.inf, costs.seconds)
+        segment, option = np.unravel_index(int(seconds.argmin()), seconds.shape)
+        if seconds[segment, option] >= costs.seconds[0, choice[0]] * (1 - _EQUAL):
+            break
+        choice[segment] = option
+    return choice
+
+
+def _excess(costs: Costs, budgets: tuple[float, float]) -> Floats:
+    """By which part the budgets are exceeded, both together."""
+    memory, host_memory = budgets
+    on_device = np.maximum(0.0, costs.peak - memory) / max(1.0, memory)
+    return on_device + np.maximum(0.0, costs.host - host_memory) / max(1.0, host_memory)
+
+
+def _at_the_turn(chain: Chain) -> int:
+    """Bytes while the tail runs, beside those of the segments."""
+    return chain.tail_bytes + chain.gradients_from[-1]
 
 
 def tidy(chain: Chain, choice: tuple[int, ...]) -> tuple[int, ...]:

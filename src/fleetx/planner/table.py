@@ -141,7 +141,15 @@ def as_text(plan: Plan) -> str:
             for one in plan.curve
         ],
     )
-    return "\n".join(lines).rstrip()
+    return "\n".join([*lines, _how_long(plan)]).rstrip()
+
+
+def _how_long(plan: Plan) -> str:
+    """What the planner itself took, without starting Python and making the model."""
+    if not plan.planning_seconds:
+        return ""
+    parts = "measuring, planning and verifying" if plan.verified else "measuring and planning"
+    return f"  The planner took {_seconds(plan.planning_seconds)}: {parts}."
 
 
 def _status(plan: Plan) -> str:

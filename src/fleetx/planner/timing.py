@@ -1,7 +1,8 @@
 """How long each segment takes in each state, timed in trials at micro-batches that keep the device busy.
 
 With few samples a GPU waits for its next kernel most of the time, which says nothing about many: the micro-batch is
-doubled until twice the samples take almost twice as long. By then a model all of whose segments keep everything may
+doubled until twice the samples take almost twice as long; this is found without the compiler, which would have to
+compile for each size. By then a model all of whose segments keep everything may
 take more memory than trials should: so only some segments of each kind are in the state that is timed, and all others
 save their inputs. Segments that are alike share their median times.
 """
@@ -74,6 +75,8 @@ class Timing:
         smallest, size = self.counted.sizes
         while self._may_grow_to(2 * size) and self._waits_at(size) and self._step_seconds(2 * size) is not None:
             size *= 2
+        if self.trials.compile:  # each size is compiled; and compiled code is quicker, so that more samples are needed
+            return (size, 2 * size) if self._may_grow_to(2 * size) else (size // 2, size)
         return self.counted.sizes if size == self.counted.sizes[1] else (smallest, size // 2, size)
 
     def _may_grow_to(self, size: int) -> bool:
@@ -89,7 +92,7 @@ class Timing:
     def _step_seconds(self, size: int) -> float | None:
         """Of a frugal step; None if it did not fit on some worker."""
         if size not in self._steps:
-            rounds = self._rounds([self.frugal] * len(self.kinds), size)
+            rounds = _rounds(self.trials.uncompiled(), [self.frugal] * len(self.kinds), size)
             fits = self.trials.everywhere(rounds is not None)
             self._steps[size] = min(map(_whole_step, rounds)) if fits and rounds is not None else None
         return self._steps[size]
@@ -118,7 +121,7 @@ class Timing:
         members = self._members(state, size)
         if members is None:
             return None
-        rounds = self._rounds(self._states(state, members), size)
+        rounds = _rounds(self.trials, self._states(state, members), size)
         if rounds is None:
             return None
         halves = [statistics.median(one.tail_seconds[half] for one in rounds) for half in (0, 1)]
@@ -127,14 +130,6 @@ class Timing:
             self._medians(members, [one.backward_seconds for one in rounds]),
             (halves[0], halves[1]),
         )
-
-    def _rounds(self, states: Sequence[State], size: int) -> list[Figures] | None:
-        """The times of some steps; None if they do not fit."""
-        try:
-            with self.trials.watched(states) as (watch, _):
-                return _timed_rounds(watch, self.trials.batch(size), len(states))
-        except torch.OutOfMemoryError:
-            return None
 
     def _members(self, state: State, size: int) -> list[int] | None:
         """Numbers of the segments that get the state, of each kind as many as there is room for; None if for none."""
@@ -176,6 +171,15 @@ class Timing:
             for number in members:
                 values.setdefault(self.kinds[number], []).append(figures[number])
         return {kind: statistics.median(one) for kind, one in values.items()}
+
+
+def _rounds(trials: Trials, states: Sequence[State], size: int) -> list[Figures] | None:
+    """The times of some steps; None if they do not fit."""
+    try:
+        with trials.watched(states) as (watch, _):
+            return _timed_rounds(watch, trials.batch(size), len(states))
+    except torch.OutOfMemoryError:
+        return None
 
 
 def _timed_rounds(watch: Watch, batch: Batch, count: int) -> list[Figures]:

@@ -117,7 +117,7 @@ def trace(feeding: Feeding, sample: Batch, samples: int = 2) -> Trace:
 
     handles: list[Any] = []
     batch = placed(resized(sample, samples), feeding.device)
-    with untouched(model, gradients=False), torch.enable_grad():
+    with untouched(model, feeding.loss_fn, gradients=False), torch.enable_grad():
         for name, module in model.named_modules():
             entering = lambda m, args, kwargs, name=name: enter(m, args, kwargs, name)  # noqa: E731
             handles.append(module.register_forward_pre_hook(entering, with_kwargs=True))

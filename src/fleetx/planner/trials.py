@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import torch
@@ -40,6 +41,12 @@ class Trials:
         self.everywhere = everywhere
         self.on_gpu = feeding.device.type == "cuda"
         self._compilations: Any = None
+
+    def uncompiled(self) -> "Trials":
+        """The same without the compiler."""
+        other = copy(self)
+        other.compile = False
+        return other
 
     def batch(self, size: int) -> Batch:
         """So many samples."""
@@ -94,6 +101,15 @@ class Trials:
         self._compilations = self._compilations or applied.experience.compilations
         applied.experience.compilations = self._compilations
         return applied
+
+
+def steps_before(*, sends: bool, is_compiled: bool) -> int:
+    """How many steps are not yet as all others.
+
+    Of those that send, the first; dear outputs are compiled in the second, and nothing must be compiled while it is
+    watched.
+    """
+    return 3 if is_compiled else 2 if sends else 1
 
 
 @contextmanager

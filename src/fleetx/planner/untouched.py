@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fleetx.memory.structures import tensors_in
+
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))  # parameters, buffers, hooks
 
 
@@ -48,25 +50,44 @@ class Before:
 
 
 @contextmanager
-def untouched(model: nn.Module, *, gradients: bool = True) -> Iterator[None]:
+def untouched(model: nn.Module, *others: object, gradients: bool = True) -> Iterator[None]:
     """Inside, the model may be trained on anything; afterwards everything is as it was, to the last bit.
 
     Inside, parameters have gradients of their own, zero at first (none with `gradients=False`), and nobody who waits
     for gradients is told. Weights must not be written to.
+
+    `others` are what the model is trained with: a loss function that is a module is left as it was, too, and a sample
+    gets no gradients.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    before = Before(model)  # which takes memory: if there is too little, nothing has been taken away yet
-    saved = [(p, p.grad, _take_hooks(p)) for p in parameters]
+    modules = [model, *(one for one in others if isinstance(one, nn.Module))]
+    parameters = _trained(modules)
+    befores = [Before(one) for one in modules]  # which takes memory: if there is too little, nothing was taken away yet
+    saved = [(p, p.grad, _take_hooks(p)) for p in [*parameters, *_leaves(others)]]
     try:
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter) if gradients else None
+        for tensor, _, _ in saved:
+            tensor.grad = None
+        for parameter in parameters if gradients else ():
+            parameter.grad = torch.zeros_like(parameter)
         yield
     finally:
-        for parameter, gradient, hooks in saved:
-            parameter.grad = gradient
+        for tensor, gradient, hooks in saved:
+            tensor.grad = gradient
             if hooks:
-                parameter._post_accumulate_grad_hooks.update(hooks)
-        before.restore()
+                tensor._post_accumulate_grad_hooks.update(hooks)
+        for before in befores:
+            before.restore()
+
+
+def _trained(modules: list[nn.Module]) -> list[Tensor]:
+    """All parameters with gradients, each once: a loss function may share some with the model."""
+    found = {id(p): p for module in modules for p in module.parameters() if p.requires_grad}
+    return list(found.values())
+
+
+def _leaves(others: tuple[object, ...]) -> list[Tensor]:
+    """The tensors of samples that would be left with gradients."""
+    found = {id(t): t for one in others if not isinstance(one, nn.Module) for t in tensors_in(one)}
+    return [tensor for tensor in found.values() if tensor.requires_grad and tensor.is_leaf]
 
 
 def _held(model: nn.Module) -> list[tuple[nn.Module, str, Tensor | None]]:
@@ -92,9 +113,9 @@ def _generators(model: nn.Module) -> list[torch.Generator]:
     return [value for m in model.modules() for value in vars(m).values() if isinstance(value, torch.Generator)]
 
 
-def _take_hooks(parameter: nn.Parameter) -> dict[Any, Any]:
+def _take_hooks(tensor: Tensor) -> dict[Any, Any]:
     """What would be told of a gradient; not told while this is away."""
-    hooks = parameter._post_accumulate_grad_hooks
+    hooks = tensor._post_accumulate_grad_hooks
     taken = dict(hooks or {})
     if hooks:
         hooks.clear()

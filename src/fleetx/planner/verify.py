@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ from fleetx.planner.fitting import DoesNotFit
 from fleetx.planner.meter import Meter, meter_for
 from fleetx.planner.observing import Step, Watch
 from fleetx.planner.plan import Moment, Plan
+from fleetx.planner.trials import steps_before
 from fleetx.planner.untouched import untouched
 from fleetx.slicing import Batch
 
@@ -34,10 +34,10 @@ def verify(plan: Plan, feeding: Feeding, sample: Batch) -> Plan:
         torch.cuda.empty_cache()  # what others left in the allocator is not this plan's
     applied = plan.apply(feeding.model)
     try:
-        with untouched(feeding.model, gradients=not plan.gradients_come_late):
+        with untouched(feeding.model, feeding.loss_fn, sample, gradients=not plan.gradients_come_late):
             watch = Watch(feeding, plan.names)
             try:
-                for _ in range(2 if plan.host_bytes else 1):  # of those that send, the first is not yet as all others
+                for _ in range(steps_before(sends=plan.host_bytes > 0, is_compiled=plan.compile)):
                     _forget_late_gradients(plan, feeding)
                     watch.step(batch)
                 _forget_late_gradients(plan, feeding)
@@ -95,6 +95,7 @@ class Verified(NamedTuple):
 
     plan: Plan
     profile: Profile
+    first_peak: int  # predicted for the first plan, before anything was tried
 
 
 def until_verified(
@@ -112,15 +113,17 @@ def until_verified(
     so that all of them choose the same plan.
     """
     tried: list[_Tried] = []
+    first_peak = 0
     for attempt in range(1 + MOST_PLANS):
         try:
             plan = make(profile)
+            first_peak = first_peak or plan.peak
         except DoesNotFit:
             if not any(one.beyond == 0 for one in tried):
                 raise
             break  # what this one would have allowed for had room all the same
         # All workers were given the same plans, and so all find the same one again, or none.
-        known = next((one for one in tried if _is_same(plan, one.verified.plan)), None)
+        known = next((one for one in tried if _is_same(plan, one.plan)), None)
         if known is None:
             one = _tried(plan, profile, feeding, sample, largest)
         else:
@@ -133,58 +136,48 @@ def until_verified(
         # More each time: another plan is wrong by another amount.
         profile = profile.corrected(plan.micro_batch, missing * (1 + attempt) if missing > 0 else missing)
         # Where less was taken, the plan goes with the figures that it was made of: they are safe.
-        tried.append(one.with_profile(profile) if missing > 0 else one)
-    return min(tried, key=lambda one: one[:2]).with_what_is_known()
+        tried.append(one._replace(profile=profile) if missing > 0 else one)
+    best = min(tried, key=lambda one: one[:2])
+    return Verified(best.with_what_is_known(), best.profile, first_peak)
 
 
 class _Tried(NamedTuple):
     beyond: float  # of the budget, as a part of it
     seconds: float  # predicted: those that were measured differ from worker to worker
     peak: int  # the largest of all workers'
-    verified: Verified
+    plan: Plan
+    profile: Profile
 
     def with_figures_of(self, plan: Plan, profile: Profile) -> "_Tried":
         """The same plan made again, with what is known of it; so it need not run again."""
-        return self._replace(verified=Verified(plan.measured_as(self.verified.plan), profile))
+        return self._replace(plan=plan.measured_as(self.plan), profile=profile)
 
-    def with_profile(self, profile: Profile) -> "_Tried":
-        """The same trial, with a profile that explains it."""
-        return self._replace(verified=self.verified._replace(profile=profile))
-
-    def with_what_is_known(self) -> Verified:
+    def with_what_is_known(self) -> Plan:
         """The plan does not promise less than it took: it may be kept because all others were worse."""
-        plan = self.verified.plan
-        if self.beyond == math.inf or self.peak <= plan.peak * (1 + TOLERANCE):
-            return self.verified
-        return self.verified._replace(plan=plan.taking_more(self.peak - plan.peak))
+        if self.beyond == math.inf or self.peak <= self.plan.peak * (1 + TOLERANCE):
+            return self.plan
+        return self.plan.taking_more(self.peak - self.plan.peak)
 
 
 def _tried(plan: Plan, profile: Profile, feeding: Feeding, sample: Batch, largest: Callable[[int], int]) -> _Tried:
     ran, peak = _ran(plan, feeding, sample)
     peak = largest(peak)
     beyond = math.inf if largest(int(not ran.verified)) else max(0.0, peak / plan.memory - 1)
-    return _Tried(beyond, plan.seconds, peak, Verified(ran, profile))
+    return _Tried(beyond, plan.seconds, peak, ran, profile)
 
 
 def _is_same(plan: Plan, other: Plan) -> bool:
     return (plan.micro_batch, plan.k_steps, plan.states) == (other.micro_batch, other.k_steps, other.states)
 
 
-def time_is_right(plan: Plan) -> bool:
-    """Whether a real step, if there was one, took about as long as predicted."""
-    if plan.measured is None:
-        return True
-    return plan.seconds / FAR_OFF <= plan.measured.seconds <= plan.seconds * FAR_OFF
-
-
-def with_doubtful_time(plan: Plan) -> Plan:
-    """The plan, with a note on its time."""
-    assert plan.measured is not None
-    note = (
-        f"a real step took {plan.measured.seconds / plan.seconds:.2f} times as long as predicted: the machine was busy "
-        "in one of them, or steps are very short. The model is measured anew next time; another plan may be faster."
+def doubt_about_time(plan: Plan, seconds: float) -> str | None:
+    """What to say if a real step took so long, and that is far from what was predicted."""
+    if plan.seconds / FAR_OFF <= seconds <= plan.seconds * FAR_OFF:
+        return None
+    return (
+        f"a real step took {seconds / plan.seconds:.2f} times as long as predicted: the machine was busy in one of "
+        "them, or steps are very short. The model is measured anew next time; another plan may be faster."
     )
-    return replace(plan, notes=(*plan.notes, note))
 
 
 def allowed(plan: Plan) -> float:

@@ -1,24 +1,22 @@
 """One case at one budget: the planner's choice and its rivals, each measured once and saved at once."""
 
 import gc
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 
 from fleetx.bench.planning.cases import Case
-from fleetx.bench.planning.grid import Rival, as_plan, rivals
+from fleetx.bench.planning.grid import as_plan, rivals
 from fleetx.bench.planning.running import Runner
-from fleetx.planner.blocks import ways_to_cut
 from fleetx.planner.budget import budget_on
-from fleetx.planner.costs import Profile
 from fleetx.planner.feeding import Feeding
-from fleetx.planner.fitting import DoesNotFit, first_that_fits
+from fleetx.planner.fitting import DoesNotFit
 from fleetx.planner.making import plan_for
 from fleetx.planner.plan import Plan
-from fleetx.planner.profile import measure
-from fleetx.planner.verify import until_verified
+from fleetx.planner.road import Road
 from fleetx.units import format_bytes
 
 Result = dict[str, Any]
@@ -31,11 +29,15 @@ class OutOfTime(Exception):  # noqa: N818 - it reads as what it says
 
 @dataclass
 class Bench:
-    """All cases, in a result that grows. `save` is called after each measurement, `check_time` before."""
+    """All cases, in a result that grows.
+
+    `save` is called after each measurement, `check_time` before; `say` is told in a line what came out.
+    """
 
     results: dict[str, Result]
     save: Callable[[], None]
     check_time: Callable[[], None]
+    say: Callable[[str], None]
     device: torch.device
     compile: bool = False
     _opened: dict[str, "_Open"] = field(default_factory=dict)
@@ -53,74 +55,82 @@ class Bench:
 
     def _measure(self, case: Case, budget: int | None, result: Result) -> None:
         self.check_time()
-        opened = self._open(case)
         memory = budget_on(self.device, budget)[0]
+        task = _Task(key_of(case, budget), case, self._open(case), memory, result)
         result |= {"case": case.name, "memory": memory, "global_batch": case.global_batch}
         try:
-            plan = self._chosen(case, opened, memory, result)
+            plan = self._chosen(task)
         except DoesNotFit as error:
             result |= {"does not fit": str(error), "complete": True}
             self.save()
+            self.say(f"{task.key}: does not fit")
             return
-        self._run("chosen", plan, opened, memory, result)
+        self._run("chosen", plan, task)
         if budget is not None:  # without a budget it is a reference
-            self._run_rivals(case, plan, opened, memory, result)
-        self._run("chosen, again", plan, opened, memory, result)
+            self._run_rivals(plan, task)
+        self._run("chosen, again", plan, task)
         result |= {**compared(result), "complete": True}
         self.save()
 
-    def _chosen(self, case: Case, opened: "_Open", memory: int, result: Result) -> Plan:
+    def _chosen(self, task: "_Task") -> Plan:
         """The same plan after an interruption, or a new one: first the prediction, then verified."""
-        if "plan" in result:
-            return Plan.from_json(result["plan"])
-        question = {"memory": memory, "global_batch": case.global_batch, "one_forward": case.one_forward}
-
-        def make(profile: Profile) -> Plan:
-            return plan_for(profile, **question, curve=False)
-
-        def planned(cuts: Sequence[str]) -> Plan:
-            profile = opened.profile_at(cuts)
-            result["first_predicted_peak"] = make(profile).peak
-            return until_verified(profile, opened.feeding, opened.sample, make).plan
-
-        plan = first_that_fits(ways_to_cut(opened.feeding, opened.sample), planned)
-        result |= {
-            "plan": plan.to_json(),
-            "predicted_peak": plan.peak,
-            "predicted_samples_per_s": plan.samples_per_s,
-            "micro_batch": plan.micro_batch,
-            "k_steps": plan.k_steps,
-            "reason": plan.reason,
-        }
+        if "plan" in task.result:
+            return Plan.from_json(task.result["plan"])
+        case, road, began = task.case, task.opened.road, time.perf_counter()
+        question = {"memory": task.memory, "global_batch": case.global_batch, "one_forward": case.one_forward}
+        found = road.first_plan(road.ways(), lambda profile: plan_for(profile, **question, curve=False))
+        plan = replace(found.plan, planning_seconds=time.perf_counter() - began)
+        task.result.update(
+            plan=plan.to_json(),
+            planning_seconds=plan.planning_seconds,
+            first_predicted_peak=found.first_peak,
+            predicted_peak=plan.peak,
+            predicted_samples_per_s=plan.samples_per_s,
+            micro_batch=plan.micro_batch,
+            k_steps=plan.k_steps,
+            reason=plan.reason,
+        )
         self.save()
+        figures = {"samples_per_s": plan.samples_per_s, "peak": plan.peak}
+        self.say(said_of(task.key, f"planned, {plan.micro_batch} × {plan.k_steps}", figures, plan.planning_seconds))
         return plan
 
-    def _run_rivals(self, case: Case, plan: Plan, opened: "_Open", memory: int, result: Result) -> None:
-        profile = opened.profile_at(plan.names)
-        for rival in rivals(profile, case.global_batch, memory, one_forward=case.one_forward):
-            self._run(rival.name, as_plan(rival, plan), opened, memory, result, rival)
+    def _run_rivals(self, plan: Plan, task: "_Task") -> None:
+        profile, case = task.opened.road.profile_at(plan.names), task.case
+        for rival in rivals(profile, case.global_batch, task.memory, one_forward=case.one_forward):
+            self._run(rival.name, as_plan(rival, plan), task, is_rival=True)
 
-    def _run(
-        self, name: str, plan: Plan, opened: "_Open", memory: int, result: Result, rival: Rival | None = None
-    ) -> None:
-        runs = result.setdefault("runs", {})
+    def _run(self, name: str, plan: Plan, task: "_Task", *, is_rival: bool = False) -> None:
+        runs = task.result.setdefault("runs", {})
         if name in runs:
             return
         self.check_time()
+        began = time.perf_counter()
         states = [str(state) for state in plan.states]
         runs[name] = {
             "micro_batch": plan.micro_batch,
             "k_steps": plan.k_steps,
             "states": {state: states.count(state) for state in dict.fromkeys(states)},
-            "is_rival": rival is not None,
-            **opened.runner.run(plan, memory).as_dict(),
+            "is_rival": is_rival,
+            **task.opened.runner.run(plan, task.memory).as_dict(),
         }
         self.save()
+        self.say(said_of(task.key, name, runs[name], time.perf_counter() - began))
 
     def _open(self, case: Case) -> "_Open":
         if case.name not in self._opened:
             self._opened[case.name] = _Open(case, self.device, self.compile)
         return self._opened[case.name]
+
+
+class _Task(NamedTuple):
+    """One case at one budget."""
+
+    key: str
+    case: Case
+    opened: "_Open"
+    memory: int
+    result: Result
 
 
 class _Open:
@@ -130,24 +140,25 @@ class _Open:
         torch.manual_seed(0)
         trained = case.make()
         model, on_gpu = trained.model.to(device).train(), device.type == "cuda"
-        self.sample = trained.sample
-        self.feeding = Feeding(model, trained.loss_fn, torch.bfloat16 if on_gpu else None)
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=on_gpu or None)
-        self.runner = Runner(self.feeding, self.sample, self.optimizer)
-        self._settings: dict[str, Any] = {"compile": compile, "bandwidth": None if on_gpu else SIMULATED_LINK}
-        self._profiles: dict[tuple[str, ...], Profile] = {}
-
-    def profile_at(self, cuts: Sequence[str]) -> Profile:
-        """What the model costs if it is cut at these modules; measured once."""
-        key = tuple(cuts)
-        if key not in self._profiles:
-            self._profiles[key] = measure(self.feeding, self.sample, cuts, optimizer=self.optimizer, **self._settings)
-        return self._profiles[key]
+        feeding = Feeding(model, trained.loss_fn, torch.bfloat16 if on_gpu else None)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=on_gpu or None)
+        self.runner = Runner(feeding, trained.sample, optimizer)
+        link = None if on_gpu else SIMULATED_LINK
+        self.road = Road(feeding, trained.sample, optimizer, compile, bandwidth=link)  # measured once for all budgets
 
 
 def key_of(case: Case, budget: int | None) -> str:
     """How a result is called."""
     return f"{case.name} in {'all memory' if budget is None else format_bytes(budget)}"
+
+
+def said_of(key: str, name: str, figures: Result, seconds: float) -> str:
+    """What came out of a plan, in a line; and how long one waited for that."""
+    if "failed" in figures:
+        came_out = figures["failed"].partition(". ")[0]  # torch goes on about the allocator
+    else:
+        came_out = f"{figures['samples_per_s']:,.1f} samples/s, {format_bytes(figures['peak'])}"
+    return f"{key}: {name}: {came_out} ({seconds:.1f} s)"
 
 
 def compared(result: Result) -> Result:
