@@ -269,7 +269,7 @@ def test_a_model_without_padding_gives_what_it_gives_with_padding(compiled, mask
         assert ours_off < 2 * padded_off + 0.01 * gradient.norm() + 1e-7, name
 
 
-@pytest.mark.parametrize(("rows", "width"), [(1024, 1024), (32768, 1024), (5000, 768), (70000, 200)])
+@pytest.mark.parametrize(("rows", "width"), [(32768, 1024), (40000, 768), (70000, 200)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_norm_of_the_residual_stream_has_precise_gradients_that_repeat(rows, width, dtype):
     torch.manual_seed(0)

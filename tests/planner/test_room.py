@@ -271,3 +271,17 @@ def test_frozen_segments_are_of_another_kind():
     model[3].eval()
     model[:2].requires_grad_(True)
     assert len(set(kinds_of(trace(Feeding(model), sample), CUTS))) == 3  # the first one is given no gradient to pass on
+
+
+def test_host_memory_of_one_trial_serves_the_next(monkeypatch):
+    arenas = []
+    keep = Trials._keep_arena
+
+    def kept(trials, applied):
+        keep(trials, applied)
+        arenas.append(trials._arena)
+
+    monkeypatch.setattr(Trials, "_keep_arena", kept)
+    measured(bandwidth=1e9)
+    assert len({id(arena) for arena in arenas if arena is not None}) == 1
+    assert arenas[-1].in_use == 0

@@ -101,10 +101,10 @@ class Traffic:
 class Offloader:
     """The copies of one model's activations."""
 
-    def __init__(self, device: torch.device, *, limit: int | None = None) -> None:
+    def __init__(self, device: torch.device, *, limit: int | None = None, arena: HostArena | None = None) -> None:
         self.device = device
         self.on_gpu = device.type == "cuda"
-        self.arena = HostArena(pin_for=device if self.on_gpu else None, limit=limit)
+        self.arena = arena or HostArena(pin_for=device if self.on_gpu else None, limit=limit)
         self.traffic = Traffic()
         self.out_stream: Any = torch.cuda.Stream(device) if self.on_gpu else None
         self.in_stream: Any = torch.cuda.Stream(device) if self.on_gpu else None

@@ -84,14 +84,14 @@ class Counting:
 
     def _at_both(self, state: State, sizes: tuple[int, int]) -> list[Counted] | None:
         both = []
-        for size in sizes:
+        for size in reversed(sizes):  # what the larger one had on the host serves the smaller one
             counted = self._counted(state, size) if self._may_try(state, size) else None
             if counted is None:
                 self.notes.append(
                     f"{state} could not be measured: {size} samples do not fit now: free memory to have it too."
                 )
                 return None
-            both.append(counted)
+            both.insert(0, counted)
         return both
 
     def _may_try(self, state: State, size: int) -> bool:

@@ -9,6 +9,8 @@ import torch
 
 from fleetx import memory
 from fleetx.memory import Applied, Segment, offload
+from fleetx.memory.arena import HostArena
+from fleetx.memory.offload import Offloader
 from fleetx.planner.chain import State
 from fleetx.planner.feeding import Feeding, placed, resized
 from fleetx.planner.meter import meter_for
@@ -41,6 +43,7 @@ class Trials:
         self.everywhere = everywhere
         self.on_gpu = feeding.device.type == "cuda"
         self._compilations: Any = None
+        self._arena: HostArena | None = None
 
     def uncompiled(self) -> "Trials":
         """The same without the compiler."""
@@ -64,6 +67,7 @@ class Trials:
             watch.remove()
             if applied is not None:
                 applied.remove()
+                self._keep_arena(applied)
             self.free()
 
     def metered(self, watch: Watch, batch: Batch) -> Step:
@@ -94,13 +98,19 @@ class Trials:
 
     def _applied(self, segments: list[Segment]) -> Applied:
         """The states on the model; what was compiled for one of them serves the others."""
-        if not self.compile:
-            return memory.apply(self.feeding.model, segments)
-        # Each size for itself, as in a training with one micro-batch size.
-        applied = memory.apply(self.feeding.model, segments, compile=True, dynamic=False)
-        self._compilations = self._compilations or applied.experience.compilations
-        applied.experience.compilations = self._compilations
+        # Each size is compiled for itself, as in a training with one micro-batch size.
+        options: dict[str, Any] = {"compile": True, "dynamic": False} if self.compile else {}
+        applied = memory.apply(self.feeding.model, segments, **options)
+        experience = applied.experience
+        experience.compilations = self._compilations = self._compilations or experience.compilations
+        if self._arena is not None:
+            experience.offloader = Offloader(self.feeding.device, arena=self._arena)
         return applied
+
+    def _keep_arena(self, applied: Applied) -> None:
+        """Pinning host memory takes time: what one trial had serves the next."""
+        if applied.experience.offloader is not None:
+            self._arena = applied.experience.offloader.arena
 
 
 def steps_before(*, sends: bool, is_compiled: bool) -> int:
