@@ -17,19 +17,18 @@ from typing import NamedTuple
 import numpy as np
 
 from fleetx.planner.bounds import Bound, bound
-from fleetx.planner.chain import Chain, Costs, evaluate, evaluate_all, evaluate_exchanges
-from fleetx.planner.states import Floats, Ints, Mask, States, rest_of
+from fleetx.planner.chain import Chain, evaluate, evaluate_all
+from fleetx.planner.frugal import Frugal
+from fleetx.planner.mending import EQUAL, filled, relieved
+from fleetx.planner.states import Ints, States, at_the_turn, rest_of
 
 Steps = list[tuple[Ints, Ints]]  # per segment: option and previous state of each state
 
 WIDTHS = (120, 800)  # partial choices that are followed, in the first and in the second search
 _NARROW = (20,)  # the same where prices gave no plan, and no search was asked for
-_AT_ONCE = 31  # amounts of memory that are tried together
 _PLENTY = 2**62
 _HINTS = 4  # choices that prices gave, of which plans are made
 _CELLS = 12
-_EQUAL = 1e-9  # relative: such differences in time are rounding
-_TINY = 1e-30  # seconds, for chains that take none
 
 
 class Solution(NamedTuple):
@@ -44,7 +43,7 @@ class Solution(NamedTuple):
     @property
     def is_exact(self) -> bool:
         """Whether nothing faster fits; else there may be something a little faster."""
-        return self.seconds <= self.at_least * (1 + _EQUAL)
+        return self.seconds <= self.at_least * (1 + EQUAL)
 
 
 def solve(
@@ -101,7 +100,7 @@ def fits(chain: Chain, memory: int, host_memory: int | None = None) -> bool:
         return False
     if not chain.stages:
         return True
-    frugal = _Frugal(chain, host_memory).choice(memory - chain.fixed_bytes)
+    frugal = Frugal(chain, host_memory).choice(memory - chain.fixed_bytes)
     if frugal is None:
         return False
     if host_memory is None or evaluate(chain, frugal).host_bytes <= host_memory:
@@ -112,7 +111,7 @@ def fits(chain: Chain, memory: int, host_memory: int | None = None) -> bool:
 
 def _most_frugal(chain: Chain, host_memory: int | None) -> Solution | None:
     """The choice that needs the least memory on the device."""
-    frugal = _Frugal(chain, host_memory)
+    frugal = Frugal(chain, host_memory)
     least = frugal.least_memory(rest_of(chain)[0])
     choice = None if least is None else frugal.choice(least)
     if choice is None:
@@ -120,61 +119,6 @@ def _most_frugal(chain: Chain, host_memory: int | None) -> Solution | None:
     if host_memory is None or evaluate(chain, choice).host_bytes <= host_memory:
         return _solution(chain, choice, 0.0)
     return _most_frugal_of_many(chain, host_memory)
-
-
-class _Frugal:
-    """What can be done with little memory, if the host has enough for all that is sent.
-
-    Of all partial choices that end with the same option, the one that keeps least is then the best in every respect.
-    """
-
-    def __init__(self, chain: Chain, host_memory: int | None) -> None:
-        table = self._table = chain.table
-        impossible = table.sent > (np.inf if host_memory is None else host_memory)
-        self._local = np.where(impossible, np.inf, table.local)
-        # Neighbours, as segments × own options × the following one's.
-        too_late = table.sent[:-1, :, None] > chain.bandwidth * table.seconds[1:, None, :]
-        held = np.minimum(table.holds[:-1, :, None], table.released[1:, None, :])
-        self._between = np.where(too_late, np.inf, held)
-        turn = _at_the_turn(chain)
-        self._end = np.where(table.sent[-1] > chain.bandwidth * chain.tail_backward_seconds, np.inf, turn)
-        kept, most = table.kept + table.holds, [table.local.max(), turn]
-        self._plenty = int(kept.max(axis=1).sum() + sum(most) + table.sent.max())
-
-    def least_memory(self, at_least: int) -> int | None:
-        """The fewest bytes, without the fixed ones; None if no amount is enough."""
-        low, high = at_least - 1, max(at_least, self._plenty)  # the one is too little, the other enough if any is
-        if not self._ended(np.array([high])).any():
-            return None
-        while high - low > 1:
-            tried = np.unique(np.linspace(low, high, _AT_ONCE + 2).astype(np.int64).clip(low + 1, high - 1))
-            enough = tried[self._ended(tried).any(axis=1)]
-            high = int(enough.min(initial=high))
-            low = int(tried[tried < high].max(initial=low))
-        return high
-
-    def choice(self, memory: int) -> tuple[int, ...] | None:
-        """One that fits into so many bytes, without the fixed ones; None if there is none."""
-        came_from: list[Ints] = []
-        ended = self._ended(np.array([memory]), came_from)[0]
-        if not ended.any():
-            return None
-        options = [int(ended.argmax())]
-        for previous in reversed(came_from):
-            options.append(int(previous[0, options[-1]]))
-        return tuple(reversed(options))
-
-    def _ended(self, budgets: Ints, came_from: list[Ints] | None = None) -> Mask:
-        """With which last options a choice can be completed within each of the budgets."""
-        table, budget = self._table, budgets[:, None, None]
-        kept = np.where(self._local[0] <= budgets[:, None], table.kept[0], np.inf)
-        for i in range(1, len(self._local)):
-            needs = (kept + table.sent[i - 1])[:, :, None] + self._local[i]
-            grown = np.where(needs <= budget, kept[:, :, None] + self._between[i - 1], np.inf)
-            if came_from is not None:
-                came_from.append(grown.argmin(axis=1))
-            kept = grown.min(axis=1) + table.kept[i]
-        return kept + table.sent[-1] + self._end <= budgets[:, None]
 
 
 def _most_frugal_of_many(chain: Chain, host_memory: int, width: int = 300) -> Solution | None:
@@ -201,7 +145,7 @@ def _search(
     promising ones than can be followed, none is.
     """
     common = chain.common_seconds
-    beam = _Beam(limits, width, (most - common) * (1 + _EQUAL), or_nothing)
+    beam = _Beam(limits, width, (most - common) * (1 + EQUAL), or_nothing)
     states, steps = _run(chain, beam.followed)
     ended = _ended(chain, states, limits.memory, limits.host_memory)
     if not len(ended):
@@ -269,7 +213,7 @@ def _cells(values: Ints) -> Ints:
 
 def _ended(chain: Chain, states: States, memory: int, host_memory: float) -> Ints:
     """The states after the last segment that fit with the tail too, the fastest first."""
-    highest = np.maximum(states.peak, states.kept + states.sent + _at_the_turn(chain))
+    highest = np.maximum(states.peak, states.kept + states.sent + at_the_turn(chain))
     within = (highest <= memory) & (states.host <= host_memory)
     within &= states.sent <= chain.bandwidth * chain.tail_backward_seconds
     found = np.flatnonzero(within)
@@ -301,57 +245,13 @@ def _by_prices(chain: Chain, memory: int, limits: Bound) -> Solution | None:
         lacking += limits.host_price * np.maximum(0, costs.host - limits.host_memory)
     likely = np.argsort(costs.seconds + lacking, kind="stable")[:_HINTS]
     budgets = float(memory), limits.host_memory
-    fitting = [_relieved(chain, hint, budgets) for hint in limits.hints[likely]]
-    mended = [_filled(chain, choice, budgets) for choice in fitting if choice is not None]
+    fitting = [relieved(chain, hint, budgets) for hint in limits.hints[likely]]
+    mended = [filled(chain, choice, budgets) for choice in fitting if choice is not None]
     if not mended:
         return None
     best = mended[int(evaluate_all(chain, np.stack(mended)).seconds.argmin())]
     found = _solution(chain, tidy(chain, tuple(best.tolist())), chain.common_seconds + limits.least)
     return found if found.peak <= memory else None  # rounding, of absurd amounts
-
-
-def _relieved(chain: Chain, choice: Ints, budgets: tuple[float, float]) -> Ints | None:
-    """The same choice, one segment after the other made to need less until all fits; None if that does not succeed."""
-    choice, rows = choice.copy(), np.arange(len(choice))
-    for _ in rows:
-        costs = evaluate_exchanges(chain, choice)
-        excess = _excess(costs, budgets)
-        now = excess[0, choice[0]]
-        if not now:
-            return choice
-        relief = np.where(costs.waits, 0.0, now - excess)
-        slower = costs.seconds - costs.seconds[0, choice[0]]
-        worth = np.where(relief > 0, relief / np.maximum(slower, _EQUAL * costs.seconds + _TINY), 0.0)
-        if not worth.any():
-            return None
-        segment, option = np.unravel_index(int(worth.argmax()), worth.shape)
-        choice[segment] = option
-    return None
-
-
-def _filled(chain: Chain, choice: Ints, budgets: tuple[float, float]) -> Ints:
-    """The same choice, one segment after the other made faster as long as there is room, what gains most first."""
-    choice, rows = choice.copy(), np.arange(len(choice))
-    for _ in rows:
-        costs = evaluate_exchanges(chain, choice)
-        seconds = np.where((_excess(costs, budgets) > 0) | costs.waits, np.inf, costs.seconds)
-        segment, option = np.unravel_index(int(seconds.argmin()), seconds.shape)
-        if seconds[segment, option] >= costs.seconds[0, choice[0]] * (1 - _EQUAL):
-            break
-        choice[segment] = option
-    return choice
-
-
-def _excess(costs: Costs, budgets: tuple[float, float]) -> Floats:
-    """By which part the budgets are exceeded, both together."""
-    memory, host_memory = budgets
-    on_device = np.maximum(0.0, costs.peak - memory) / max(1.0, memory)
-    return on_device + np.maximum(0.0, costs.host - host_memory) / max(1.0, host_memory)
-
-
-def _at_the_turn(chain: Chain) -> int:
-    """Bytes while the tail runs, beside those of the segments."""
-    return chain.tail_bytes + chain.gradients_from[-1]
 
 
 def tidy(chain: Chain, choice: tuple[int, ...]) -> tuple[int, ...]:

@@ -140,3 +140,8 @@ def rest_of(chain: Chain) -> list[int]:
         here = min(max(option.forward_bytes, option.backward_bytes + gradients) for option in stage.options)
         rest.append(max(here, min(option.kept for option in stage.options) + rest[-1]))
     return rest[::-1]
+
+
+def at_the_turn(chain: Chain) -> int:
+    """Bytes while the tail runs, beside those of the segments."""
+    return chain.tail_bytes + chain.gradients_from[-1]
