@@ -156,12 +156,17 @@ def assert_exact(
     for number in range(steps):
         outcomes = []
         for model in (plain, ours):
-            torch.manual_seed(1000 + number)
+            torch.manual_seed(seed_of(number))
             outcomes.append(step(model, example.batch(number), example.loss, precision))
         assert_equal_outcomes(outcomes[1], outcomes[0])
         # Where a graph breaks, the compiler knows the frames that called it until garbage is collected.
         assert_nothing_left(applied, collect=bool(options.get("compile")))
     return applied
+
+
+def seed_of(number: int) -> int:
+    """Of the random numbers of a step."""
+    return 1000 + number
 
 
 def assert_nothing_left(applied: memory.Applied, collect: bool = False) -> None:
