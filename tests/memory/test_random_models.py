@@ -1,6 +1,7 @@
 """Models put together by chance, cut by chance: equal to the plain run to the last bit."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -122,15 +123,48 @@ STATES = st.tuples(st.sampled_from(["inputs", "dear", "everything"]), st.sampled
 
 
 def is_trainable(example, precision):
-    """Writing in place may destroy what autograd saved; plain torch refuses that, and so may we."""
+    """Writing in place may destroy what autograd saved; plain torch refuses that, and so may we.
+
+    Or it makes a graph that knows itself, as `x += linear(x)` does; if no backward comes there, torch never lets go of
+    it, nor of what is before it.
+    """
     try:
         for number in range(3):
             torch.manual_seed(seed_of(number))  # what is chosen, and so what is written to, may depend on chance
+            graph = Graph()
+            watching = example.model.begin.register_forward_hook(graph.watch)
             step(example.model, example.batch(number), example.loss, precision)
+            watching.remove()
+            if graph.is_alive():
+                return False
     except RuntimeError as error:
         assert "inplace" in str(error) or "does not require grad" in str(error)  # noqa: PT017
         return False
     return True
+
+
+class Graph:
+    """Tells whether the graph of a module's output still exists."""
+
+    def watch(self, _module, _args, output):
+        def known(_gradients):
+            """Lives as long as the graph."""
+
+        output.grad_fn.register_prehook(known)
+        self._known = weakref.ref(known)
+
+    def is_alive(self):
+        return self._known() is not None
+
+
+def test_a_graph_that_knows_itself_is_found():
+    for writes in (False, True):
+        linear, graph = nn.Linear(2, 2), Graph()
+        linear.register_forward_hook(graph.watch)
+        x = linear(torch.randn(3, 2))
+        x = x.add_(linear(x)) if writes else x.add(linear(x))
+        del x
+        assert graph.is_alive() == writes
 
 
 def check(programs, choices, precision="fp32"):
