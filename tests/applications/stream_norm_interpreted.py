@@ -82,3 +82,12 @@ def test_derivatives_of_derivatives_are_torchs(monkeypatch):
 
     for ours, plain in zip(second(True), second(False), strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5 * plain.abs().max().item())
+
+
+def test_many_gradients_at_once(monkeypatch):
+    norm = normed(monkeypatch, ours=True)
+    output = norm(torch.randn(3, 48))
+    gradients = torch.randn(4, *output.shape)
+    (together,) = torch.autograd.grad(output, norm.weight, gradients, is_grads_batched=True, retain_graph=True)
+    for one, gradient in zip(together, gradients, strict=True):
+        torch.testing.assert_close(one, torch.autograd.grad(output, norm.weight, gradient, retain_graph=True)[0])

@@ -1,6 +1,7 @@
 """What the compiler cannot do as it is asked: gradients stay exact, and what is done in its place is told."""
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -423,4 +424,118 @@ def test_an_error_in_a_compiled_module_leaves_nothing_behind(save, error):
     assert applied.experience.compilations._saving.frame is None
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     applied.remove()
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+class CountsBetween(nn.Module):
+    """Reads a buffer and changes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x):
+        y = self.linear((x + self.scale).tanh())
+        self.scale.mul_(1.25)
+        return y.tanh()
+
+
+class Either(nn.Module):
+    """A module that is shared by two ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared, self.kept, self.dear = CountsBetween(), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.other = False
+
+    def forward(self, x):
+        x = self.shared(x)
+        return self.dear(x) if self.other else self.kept(x)
+
+
+@pytest.mark.filterwarnings("ignore:of the segment")
+@pytest.mark.filterwarnings("ignore:the forward did not come to")
+def test_a_segment_that_ran_freely_is_not_divided_unseen():
+    found = []
+    for cut in (True, False):
+        torch.manual_seed(0)
+        model = Either()
+        if cut:
+            memory.apply(model, [Segment("kept", "everything"), Segment("dear", "dear")], **QUICK)
+        for number in range(7):
+            model.other = number >= 3
+            model(normal(number, 6, 4)).square().sum().backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(torch.allclose(ours, plain) for ours, plain in zip(*found, strict=True))
+
+
+def subtracted(hidden, norm):
+    return torch.tanh(hidden - norm.running_mean)
+
+
+class ReadsStatistics(nn.Module):
+    """Reads what its batch norm counts, before it counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        hidden = self.linear(x)
+        centred = subtracted(hidden, self.norm)
+        return self.linear(centred * torch.tanh(self.norm(hidden)))
+
+
+class Renorm(nn.BatchNorm1d):
+    """Reads its own statistics."""
+
+    def forward(self, input):
+        return super().forward(input) * (input - self.running_mean).tanh()
+
+
+@pytest.mark.parametrize("module", [ReadsStatistics, lambda: nn.Sequential(Renorm(4), nn.Linear(4, 4))])
+def test_dear_outputs_where_statistics_are_read_give_way_to_inputs(module):
+    with pytest.warns(UserWarning, match="writes to its inputs, or to what it holds"):
+        assert_exact(chain(nn.Linear(4, 4), module()), DEAR, steps=4, **QUICK)
+
+
+@pytest.mark.filterwarnings("ignore:of the segment that ends at 0 only the inputs are saved")
+def test_what_the_compiler_refused_is_not_tried_again():
+    model = nn.Sequential(Breaks(), nn.Linear(4, 4), nn.Linear(4, 4))
+    applied = memory.apply(model, DEAR, **QUICK)
+    divided = []
+    for _ in range(6):
+        model(torch.randn(6, 4)).sum().backward()
+        divided.append(applied.experience.segments[0].is_divided)
+    assert divided[1:] == [False] * 5
+
+
+def test_threads_share_a_model_whose_segments_are_repeated():
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)], nn.Linear(4, 1)).double()
+    sample = torch.randn(5, 4, dtype=torch.double)
+
+    def gradients():
+        return torch.autograd.grad(model(sample).square().sum(), list(model.parameters()))
+
+    expected = gradients()
+    applied = memory.apply(model, ["0", "1", "2"], **QUICK)
+    gradients()
+    failed = []
+
+    def work():
+        try:
+            for _ in range(30):
+                assert all(torch.allclose(a, b) for a, b in zip(gradients(), expected, strict=True))
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    applied.remove()
+    assert not failed
     assert not any("forward" in vars(module) for module in model.modules())

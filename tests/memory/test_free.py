@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fleetx import memory
 from fleetx.memory import Segment, offload
@@ -429,3 +430,93 @@ def test_what_is_on_the_host_is_asked_for_ahead_also_where_nobody_is_asked(monke
     del loss
     gc.collect()
     assert not frames_alive()
+
+
+class Inner(nn.Module):
+    """Begins to run one more block."""
+
+    def __init__(self):
+        super().__init__()
+        self.more, self.first, self.second = Block(), Block(), Block()
+        self.runs_more = False
+
+    def forward(self, hidden):
+        return self.second(self.first(self.more(hidden) if self.runs_more else hidden))
+
+
+COMPILED = {"compile": True, "backend": "aot_eager"}
+
+
+@pytest.mark.parametrize("options", [{}, COMPILED], ids=["eager", "compiled"])
+@pytest.mark.filterwarnings("ignore:::torch")
+def test_a_part_with_a_plan_of_its_own_is_repeated_as_it_ran(options):
+    found = []
+    for cut in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(Block(), Inner(), Block()).double()
+        if cut:
+            memory.apply(model[1], [Segment("first", "everything"), Segment("second", "everything")], **options)
+            memory.apply(model, [Segment("0"), Segment("1"), Segment("2")])
+        torch.manual_seed(1)
+        for number in range(6):
+            model[1].runs_more = number >= 3
+            model(torch.randn(4, 8, dtype=torch.double)).square().sum().backward()
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+    for ours, plain in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("save", ["everything", "dear", "inputs"])
+@pytest.mark.parametrize("options", [{}, COMPILED], ids=["eager", "compiled"])
+@pytest.mark.filterwarnings("ignore:::torch")
+def test_a_checkpoint_around_the_model_is_exact(save, options):
+    found = []
+    for cut in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(Block(), Block(), nn.Linear(8, 8)).double()
+        if cut:
+            memory.apply(model, [Segment("0", save), Segment("1", save)], **options)
+        torch.manual_seed(1)
+        for _ in range(3):
+            sample = torch.randn(4, 8, dtype=torch.double, requires_grad=True)
+            checkpoint(lambda x, model=model: torch.sin(model(x)).exp(), sample, use_reentrant=False).sum().backward()
+        found.append([p.grad for p in model.parameters()])
+    for ours, plain in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-14)
+
+
+class Passing(nn.Module):
+    """Hands on one of its inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, hidden, scale):
+        return hidden + self.linear(torch.tanh(hidden * scale)), scale
+
+
+class Handing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.blocks = nn.Linear(8, 8), nn.ModuleList(Passing() for _ in range(6))
+
+    def forward(self, hidden):
+        scale = self.scale(hidden)
+        for block in self.blocks:
+            hidden, scale = block(hidden, scale)
+        return hidden
+
+
+def test_what_is_handed_on_asks_for_nothing(monkeypatch):
+    monkeypatch.setattr(offload, "SMALLEST", 1)
+    model = Handing()
+    states = [("everything", "device"), ("inputs", "host")] * 3
+    applied = memory.apply(model, [Segment(f"blocks.{i}", *state) for i, state in enumerate(states)])
+    for _ in range(3):
+        model(torch.randn(4, 8)).sum().backward()
+    before = applied.statistics()
+    model(torch.randn(4, 8)).sum().backward(retain_graph=True)
+    after = applied.statistics()
+    sent, brought = (after[name] - before[name] for name in ("bytes_to_host", "bytes_to_device"))
+    assert brought <= sent

@@ -29,15 +29,16 @@ class StreamLayerNorm(nn.LayerNorm):
         with torch.autocast(input.device.type, enabled=False):
             if self._has_own_backward(input):
                 return _StreamNorm.apply(input, self.weight, self.bias, self.eps)
-            weight, bias = self.weight.to(input.dtype), self.bias.to(input.dtype)
+            weight, bias = (None if one is None else one.to(input.dtype) for one in (self.weight, self.bias))
             return functional.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
     def _has_own_backward(self, input: Tensor) -> bool:
         if not (_HAS_TRITON and input.is_cuda and input.dtype in LOW_PRECISION) or torch.compiler.is_compiling():
             return False
-        is_plain = type(self.weight) is nn.Parameter and not torch._C._are_functorch_transforms_active()
         shape = self.normalized_shape
-        return is_plain and len(shape) == 1 and input.numel() >= _FEWEST_ROWS * shape[0] and torch.is_grad_enabled()
+        is_large = len(shape) == 1 and input.numel() >= _FEWEST_ROWS * shape[0]
+        is_plain = type(self.weight) is type(self.bias) is nn.Parameter and not _is_transformed()
+        return is_plain and is_large and torch.is_grad_enabled()
 
 
 class _StreamNorm(torch.autograd.Function):
@@ -57,7 +58,8 @@ class _StreamNorm(torch.autograd.Function):
         input, weight, bias, mean, deviation = ctx.saved_tensors
         needed = list(ctx.needs_input_grad[:3])
         # Ours has no derivative: where one will be asked for, torch's is taken.
-        ours = not torch.is_grad_enabled() and (needed[1] or needed[2])
+        is_one = not _is_transformed() and not torch._C._functorch.is_legacy_batchedtensor(gradient)
+        ours = is_one and not torch.is_grad_enabled() and (needed[1] or needed[2])
         wanted = [needed[0], False, False] if ours else needed
         low = [one.to(input.dtype) for one in (weight, bias)]
         grads = torch.ops.aten.native_layer_norm_backward(
@@ -70,6 +72,11 @@ class _StreamNorm(torch.autograd.Function):
             return grads[0], of_weight, of_bias, None
         of_weight, of_bias = parameter_gradients(gradient, input, mean, deviation)
         return grads[0], of_weight.to(weight.dtype), of_bias.to(bias.dtype), None
+
+
+def _is_transformed() -> bool:
+    """Whether torch computes something else from what is computed here: many at once, or a derivative forwards."""
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
 def parameter_gradients(gradient: Tensor, input: Tensor, mean: Tensor, deviation: Tensor) -> tuple[Tensor, Tensor]:

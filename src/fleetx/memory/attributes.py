@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 from fleetx.memory.checking import bits
 from fleetx.memory.tape import Drawn, pointer_of, version_of
 
-_TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"}
-"""Of parameters, buffers and submodules others take care; hooks stay as they are."""
+_TORCHS_OWN = (frozenset(vars(nn.Module())) | {"forward"}) - {"training"}
+"""Of parameters, buffers and submodules others take care; hooks stay as they are, and compiled forwards."""
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 _CONTAINERS = frozenset({tuple, list, dict, OrderedDict})
 _LONGEST = 256

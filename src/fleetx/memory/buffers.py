@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from fleetx.memory import randomness
 from fleetx.memory.attributes import Attributes, has_same_values, put_back
+from fleetx.memory.statistics import is_counting
 from fleetx.memory.tape import pointer_of, version_of
 
 
@@ -204,11 +204,6 @@ def _address(tensor: Tensor) -> int:
 
 def _key(modules: list[nn.Module]) -> tuple[int, tuple[bool, ...]]:
     return id(modules[0]), tuple(one.training for one in modules)
-
-
-def is_counting(owner: nn.Module) -> bool:
-    """Whether it is a batch norm that keeps statistics, which its own forward does not read."""
-    return isinstance(owner, _NormBase) and owner.training and owner.track_running_stats
 
 
 def _is_same(tensor: Tensor | None, copy: Tensor) -> bool:

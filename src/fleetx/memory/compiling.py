@@ -118,6 +118,10 @@ class SharedCompilations:
 
         return call
 
+    def why_undivided(self, module: nn.Module, dear: Kinds) -> str | None:
+        """Why the compiler would not save these dear outputs of a module alone, if that was tried before."""
+        return self._undivided.get(((*self._like(module), self.variant), dear))
+
     @property
     def _saving(self) -> "Saving":
         return getattr(self._local, "saving", Saving(None, None))

@@ -7,9 +7,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from fleetx.memory import dear as dear_outputs
-from fleetx.memory.buffers import Snapshot, is_counting
+from fleetx.memory.buffers import Snapshot
 from fleetx.memory.compiling import Kinds, Saving, SharedCompilations
 from fleetx.memory.recompute import Frame
+from fleetx.memory.statistics import is_counting, may_read_statistics
 from fleetx.memory.surroundings import Surroundings
 from fleetx.memory.tape import version_of
 
@@ -38,6 +39,7 @@ class Running:
         """Until it is left, it runs compiled, and the compiler sees to what it saves."""
         compiled = self.inside.enter_context(compilations.saving(dear, frame))
         self.compiled = compiled if compilations.is_installed(self.module) else None
+        compiled.refused = compilations.why_undivided(self.module, frame.state.dear)
 
     def leave(self) -> None:
         """Undo what was done for the module."""
@@ -59,7 +61,8 @@ class Running:
         """Whether it wrote to something that it may have read: batch norms only count."""
         if self.inputs.written() or after is None or after.attributes.is_written:
             return True
-        return not all(is_counting(slot.owner) for slot, _ in after.copies)
+        only_counts = all(is_counting(slot.owner) for slot, _ in after.copies)
+        return bool(after.copies) and not (only_counts and not may_read_statistics(after.modules))
 
 
 class FreeRun(Running):
@@ -68,7 +71,6 @@ class FreeRun(Running):
     def __init__(self, module: nn.Module, tensors: list[Tensor], snapshot: Snapshot | None) -> None:
         super().__init__(module, tensors)
         self.snapshot = snapshot  # of what it may change, if that matters
-        self.under: Any = None  # the hooks of others that see what it saves
 
 
 class Leaf(Running):

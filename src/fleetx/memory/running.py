@@ -23,6 +23,7 @@ from fleetx.memory.recompute import Frame, Kept, Saved, unchanged
 from fleetx.memory.recording import Recorder, drop_deaf
 from fleetx.memory.shielding import shielded
 from fleetx.memory.states import DEAR_KINDS, Segment
+from fleetx.memory.statistics import is_counting
 from fleetx.memory.structures import Structure, tensors_in
 from fleetx.memory.surroundings import Surroundings
 from fleetx.memory.tape import External, Tape, pointer_of, version_of
@@ -89,6 +90,8 @@ class Run:
         # Held, so that their memory becomes nobody else's even if the model replaces them.
         kept = [tensor for tensor in held if not is_lazy(tensor)]
         self._kept = {pointer: t.untyped_storage() for t in kept if (pointer := pointer_of(t)) is not None}
+        counting = [one for one in modules if is_counting(one)]
+        self._statistics = {pointer_of(tensor) for tensor in tensors_of(counting, "_buffers")}
         self._readers = Readers()
         self._leaf: Leaf | None = None
         self._late_fillers = LateFillers()
@@ -98,6 +101,7 @@ class Run:
         is_compiled = experience.compilations is not None
         self._pack = shielded(self.pack, is_compiled)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, shielded(self.unpack, is_compiled))
+        self._is_alone = _top_hooks() is None
         self._hooks.__enter__()
         self.recorder.__enter__()
         if experience.compilations is not None:
@@ -134,7 +138,8 @@ class Run:
         self.seen.append(learned)
         learned.saves = len(frame.looks)
         if segment.save == "dear" and self.experience.compilations is not None:
-            learned.is_divided = not frame.undivided
+            # If it ran freely, because something else was expected, nobody looked.
+            learned.is_divided = not frame.undivided and (frame.is_divided or not frame.lost)
             self.experience.note_undivided(segment, frame.undivided)
         self._settle(frame, learned)
         self.frame = self._open()
@@ -351,6 +356,8 @@ class Run:
         # Detached: itself it knows the graph, which may come to know the segment.
         held = tensor if isinstance(tensor, nn.Parameter) else tensor.detach()
         noted = External(held, version_of(held), tensor.requires_grad, self.is_kept(tensor))
+        if noted.is_kept and pointer_of(tensor) in self._statistics:
+            noted.copy(is_sure=True)  # they are written to without a trace, by other forwards too
         if leaves and not noted.is_kept:
             state = self.frame.state
             if state.home == "host" and state.save == "inputs" and not self.is_first and not self._is_last():
@@ -394,7 +401,6 @@ class Run:
         if self.experience.compilations is not None:
             self._enter_compiled(self._free)
         self._hooks.__exit__(None, None, None)
-        self._free.under = _top_hooks()
         self.frame.lost = "it was expected to keep everything"  # should the forward go another way
 
     def _may_run_freely(self, module: nn.Module) -> bool:
@@ -404,7 +410,9 @@ class Run:
         """
         if _is_repeated(self.frame) or self.frame.state.home != "device":
             return False
-        if self.is_first or not self.experience.is_harmless(module) or not self._is_on_top():
+        if self.is_first or not self.experience.is_harmless(module):
+            return False
+        if not (self._is_alone and self._is_on_top()):  # others would have to be asked each time, or never
             return False
         if self.ordinal >= len(self.experience.segments) and not self._has_seen_all():
             return False  # not the end yet, though the last forward ended here
@@ -463,7 +471,7 @@ class Run:
         """A module that nobody watched ends. Should it have written to something, it is watched from now on."""
         free.leave()
         self.experience.note_written(free.module, free.inputs.written())
-        if _top_hooks() != free.under:
+        if _top_hooks() is not None:
             self.end(failed=True)  # it left hooks of somebody's, under which ours cannot be put any more
             return
         self._hooks.__enter__()
@@ -473,7 +481,7 @@ class Run:
         if free.snapshot is not None:
             self._note_undivided(free, self.experience.watch.after(free.snapshot))
         if self.experience.offloader is not None:
-            _prefetch_when_reached(output, self.experience.offloader, self.frame.number)
+            _prefetch_when_reached(output, free.inputs.tensors, self.experience.offloader, self.frame.number)
 
     def _learn_written(self, leaf: "Leaf") -> None:
         """A module has run: now it is known to which of its inputs it writes."""
@@ -519,15 +527,20 @@ def _is_called(model: nn.Module) -> bool:
     return False
 
 
-def _prefetch_when_reached(output: Any, offloader: Offloader, number: int) -> None:
-    """When the backward comes to this output, ask for what it needs next: nobody else will say that it came."""
+def _prefetch_when_reached(output: Any, inputs: list[Tensor], offloader: Offloader, number: int) -> None:
+    """When the backward comes to this output, ask for what it needs next: nobody else will say that it came.
+
+    Inputs that are handed on belong to somebody else, to whom the backward comes far later.
+    """
 
     def reached(_gradients: Any) -> None:
         with no_run():
             offloader.prefetch(number)
 
-    for function in {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}:
-        function.register_prehook(reached)
+    passed_on = {tensor.grad_fn for tensor in inputs}
+    for function in {tensor.grad_fn for tensor in tensors_in(output)} - passed_on:
+        if function is not None:
+            function.register_prehook(reached)
 
 
 def _top_hooks() -> Any:

@@ -1,0 +1,61 @@
+"""Running statistics of batch norms: who may read what they count.
+
+A batch norm in training writes its statistics and does not read them. Another module may, such as the one around it:
+nobody sees that in a forward, so its code is searched for their names.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+_NAMES = frozenset({"running_mean", "running_var", "num_batches_tracked"})
+_ALL = frozenset({"buffers", "named_buffers", "_buffers", "state_dict", "getattr"})  # which give any buffer
+
+
+def is_counting(owner: nn.Module) -> bool:
+    """Whether it is a batch norm of torch's that keeps statistics, which its own forward does not read."""
+    return isinstance(owner, _NormBase) and owner.training and owner.track_running_stats and _is_torchs(owner.forward)
+
+
+def may_read_statistics(modules: list[nn.Module]) -> bool:
+    """Whether one of these modules may read what a batch norm among them counts."""
+    return any(_mentions_statistics(type(one)) for one in modules)
+
+
+@cache
+def _mentions_statistics(kind: type) -> bool:
+    own = [one for one in kind.__mro__ if not one.__module__.startswith("torch.") and one is not object]
+    functions = [value for one in own for value in vars(one).values()]
+    return any(_mentions(getattr(function, "__func__", getattr(function, "fget", function))) for function in functions)
+
+
+def _mentions(function: Any, seen: frozenset[Any] = frozenset()) -> bool:
+    """Whether a function, or one that it may call by name, has the name of a statistic in its code."""
+    function = getattr(function, "__wrapped__", function)
+    if not isinstance(function, FunctionType) or function in seen or _is_torchs(function):
+        return False
+    names = {name for code in _codes(function.__code__) for name in (*code.co_names, *_strings(code))}
+    if names & (_NAMES | _ALL):
+        return True
+    called = (function.__globals__.get(name) for name in names)
+    return any(_mentions(one, seen | {function}) for one in called)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """The code and all that is defined in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _strings(code: CodeType) -> Iterator[str]:
+    return (constant for constant in code.co_consts if isinstance(constant, str))
+
+
+def _is_torchs(function: Any) -> bool:
+    return (getattr(function, "__module__", None) or "").startswith("torch.")
