@@ -1,4 +1,4 @@
-"""Segments that keep everything: once it is known that nobody needs to watch them, they run as if they were not cut."""
+"""Segments that keep all that they save: once it is known that nobody needs to watch them, they run as if not cut."""
 
 import gc
 

@@ -26,7 +26,7 @@ class Inputs:
         return {i for i, (t, v) in enumerate(zip(self.tensors, self._versions, strict=True)) if version_of(t) != v}
 
 
-class Running:
+class Leaf:
     """A module that runs as a whole."""
 
     def __init__(self, module: nn.Module, tensors: list[Tensor]) -> None:
@@ -65,7 +65,7 @@ class Running:
         return bool(after.copies) and not (only_counts and not may_read_statistics(after.modules))
 
 
-class FreeRun(Running):
+class FreeLeaf(Leaf):
     """A module that runs as if the model were not cut."""
 
     def __init__(self, module: nn.Module, tensors: list[Tensor], snapshot: Snapshot | None) -> None:
@@ -73,7 +73,7 @@ class FreeRun(Running):
         self.snapshot = snapshot  # of what it may change, if that matters
 
 
-class Leaf(Running):
+class NotedLeaf(Leaf):
     """A module that is noted, to be repeated."""
 
     def __init__(

@@ -98,6 +98,7 @@ class Frame:
         self.is_checked = False  # whether what its modules give must be the same again
         self.proven: Callable[[], None] = lambda: None  # called when it was
         self.lost = ""  # what happened that cannot be repeated
+        self.ran_freely = False  # whether a module in it was not watched
         self.is_compiled = False
         self.is_divided = False  # whether compiled modules save dear outputs alone, and compute the rest themselves
         self.undivided = ""  # why they could not

@@ -15,7 +15,7 @@ from fleetx.memory import dear, randomness
 from fleetx.memory.buffers import Snapshot, modules_of, tensors_of
 from fleetx.memory.checking import LateFillers, checksum
 from fleetx.memory.experience import Experience, Learned
-from fleetx.memory.leaf import FreeRun, Leaf, Running
+from fleetx.memory.leaf import FreeLeaf, Leaf, NotedLeaf
 from fleetx.memory.names import Cuts, operation_name
 from fleetx.memory.offload import Offloader
 from fleetx.memory.readers import Readers, pointers
@@ -80,7 +80,7 @@ class Run:
         self.depth = 0  # within modules that run as a whole
         self._is_busy = False
         self._is_off = False  # whether the recorder is
-        self._free: FreeRun | None = None  # a module that runs without being watched
+        self._free: FreeLeaf | None = None  # a module that runs without being watched
         self._is_calling = False
         self.ordinal = -1
         self.is_first = not experience.segments
@@ -93,7 +93,7 @@ class Run:
         counting = [one for one in modules if is_counting(one)]
         self._statistics = {pointer_of(tensor) for tensor in tensors_of(counting, "_buffers")}
         self._readers = Readers()
-        self._leaf: Leaf | None = None
+        self._leaf: NotedLeaf | None = None
         self._late_fillers = LateFillers()
         self.frame = self._open()
         self._outer = active_run()
@@ -139,7 +139,7 @@ class Run:
         learned.saves = len(frame.looks)
         if segment.save == "dear" and self.experience.compilations is not None:
             # If it ran freely, because something else was expected, nobody looked.
-            learned.is_divided = not frame.undivided and (frame.is_divided or not frame.lost)
+            learned.is_divided = not frame.undivided and (frame.is_divided or not frame.ran_freely)
             self.experience.note_undivided(segment, frame.undivided)
         self._settle(frame, learned)
         self.frame = self._open()
@@ -152,6 +152,8 @@ class Run:
         frame.offloader = self.experience.offloader
         if frame.offloader is not None:
             frame.offloader.release_due(frame.number)
+        if frame.ran_freely:
+            frame.lost = frame.lost or "it was expected to keep everything"  # the forward went another way
         if any(external.was_written() for external in frame.tape.externals):
             frame.lost = frame.lost or "something wrote to its inputs"
         keeps = not _is_repeated(frame)
@@ -381,7 +383,7 @@ class Run:
         is_likely = is_known or any(getattr(part, "inplace", False) for part in module.modules())
         noted = self._noted(args, kwargs, may_write, is_sure=is_known, is_likely=is_likely)
         snapshot = self.experience.watch.before(module)
-        self._leaf = Leaf(
+        self._leaf = NotedLeaf(
             module, tensors, noted, snapshot, Surroundings.now(self.kinds), len(self.frame.looks), self._dear()
         )
         if self.experience.compilations is None:
@@ -389,19 +391,19 @@ class Run:
         else:
             self._enter_compiled(self._leaf)
 
-    def _enter_compiled(self, running: Running) -> None:
+    def _enter_compiled(self, leaf: Leaf) -> None:
         assert self.experience.compilations is not None
         dear = self.frame.state.dear if self.frame.is_divided else None
-        running.enter_compiled(self.experience.compilations, dear, self.frame)
+        leaf.enter_compiled(self.experience.compilations, dear, self.frame)
 
     def _enter_free(self, module: nn.Module, tensors: list[Tensor]) -> None:
         """A module begins that nobody needs to watch, but for what the compiler must be able to compute again."""
         snapshot = self.experience.watch.before(module) if self.frame.is_divided else None
-        self._free = FreeRun(module, tensors, snapshot)
+        self._free = FreeLeaf(module, tensors, snapshot)
         if self.experience.compilations is not None:
             self._enter_compiled(self._free)
         self._hooks.__exit__(None, None, None)
-        self.frame.lost = "it was expected to keep everything"  # should the forward go another way
+        self.frame.ran_freely = True
 
     def _may_run_freely(self, module: nn.Module) -> bool:
         """Whether all that a module saves stays where it is, and it changes nothing that others may need again.
@@ -454,20 +456,21 @@ class Run:
             if slot.tensor is not None:
                 self._readers.give_copy(slot.tensor, copy, self.frame)
 
-    def _note_undivided(self, running: Running, after: Snapshot | None) -> None:
+    def _note_undivided(self, leaf: Leaf, after: Snapshot | None) -> None:
         """A compiled module has run: may the compiler save its dear outputs alone next time?"""
-        frame = self.frame
-        frame.undivided = frame.undivided or running.why_undivided(after)
-        if frame.is_divided and running.writes(after):
+        self.frame.undivided = self.frame.undivided or leaf.why_undivided(after)
+        if self.frame.is_divided and leaf.writes(after):
             self.experience.segments[self.ordinal].is_divided = False
-            raise RuntimeError(
-                f"a {type(running.module).__name__} in the segment that ends at {frame.name!r} wrote to its inputs, or "
-                "to what it holds, which it had not done before: its gradients would be wrong, as compiled dear "
-                "outputs are computed again from these. The next forward takes that into account; save='inputs' does "
-                "at once."
-            )
+            self._refuse_new_writes(leaf)
 
-    def _leave_free(self, free: FreeRun, output: Any) -> None:
+    def _refuse_new_writes(self, leaf: Leaf) -> None:
+        raise RuntimeError(
+            f"a {type(leaf.module).__name__} in the segment that ends at {self.frame.name!r} wrote to its inputs, or "
+            "to what it holds, which it had not done before: its gradients would be wrong, as compiled dear outputs "
+            "are computed again from these. The next forward takes that into account; save='inputs' does at once."
+        )
+
+    def _leave_free(self, free: FreeLeaf, output: Any) -> None:
         """A module that nobody watched ends. Should it have written to something, it is watched from now on."""
         free.leave()
         self.experience.note_written(free.module, free.inputs.written())
@@ -483,14 +486,14 @@ class Run:
         if self.experience.offloader is not None:
             _prefetch_when_reached(output, free.inputs.tensors, self.experience.offloader, self.frame.number)
 
-    def _learn_written(self, leaf: "Leaf") -> None:
+    def _learn_written(self, leaf: "NotedLeaf") -> None:
         """A module has run: now it is known to which of its inputs it writes."""
         written = leaf.inputs.written()
         self.experience.note_written(leaf.module, written)
         self._after_write([tensor for place, tensor in enumerate(leaf.inputs.tensors) if place in written])
         self._readers.uncopy(leaf.inputs.tensors)
 
-    def _end_leaf(self) -> Leaf | None:
+    def _end_leaf(self) -> NotedLeaf | None:
         leaf, self._leaf = self._leaf, None
         if leaf is not None:
             leaf.leave()
