@@ -140,6 +140,12 @@ def test_batch_norms_may_count():
     assert [learned.is_divided for learned in applied.experience.segments] == [True, True]
 
 
+def test_a_batch_norm_between_cuts_may_count():
+    example = chain(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    applied = assert_exact(example, [Segment("0", "dear"), Segment("2", "dear")], **QUICK)
+    assert [learned.is_divided for learned in applied.experience.segments] == [True, True]
+
+
 def test_a_module_that_begins_to_write_is_refused_once():
     module = WritesLater()
     model = nn.Sequential(nn.Linear(4, 4), module)

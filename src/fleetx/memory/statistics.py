@@ -5,7 +5,7 @@ nobody sees that in a forward, so its code is searched for their names.
 """
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -18,7 +18,10 @@ _ALL = frozenset({"buffers", "named_buffers", "_buffers", "state_dict", "getattr
 
 def is_counting(owner: nn.Module) -> bool:
     """Whether it is a batch norm of torch's that keeps statistics, which its own forward does not read."""
-    return isinstance(owner, _NormBase) and owner.training and owner.track_running_stats and _is_torchs(owner.forward)
+    if not isinstance(owner, _NormBase) or not owner.training or not owner.track_running_stats:
+        return False
+    given = vars(owner).get("forward")  # a partial is the compiled one, for a while
+    return _is_torchs(type(owner).forward) and (given is None or isinstance(given, partial))
 
 
 def may_read_statistics(modules: list[nn.Module]) -> bool:
