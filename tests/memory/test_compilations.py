@@ -433,26 +433,12 @@ def test_an_error_in_a_compiled_module_leaves_nothing_behind(save, error):
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-class CountsBetween(nn.Module):
-    """Reads a buffer and changes it."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("scale", torch.ones(()))
-
-    def forward(self, x):
-        y = self.linear((x + self.scale).tanh())
-        self.scale.mul_(1.25)
-        return y.tanh()
-
-
 class Either(nn.Module):
     """A module that is shared by two ways."""
 
     def __init__(self):
         super().__init__()
-        self.shared, self.kept, self.dear = CountsBetween(), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.shared, self.kept, self.dear = Counts(), nn.Linear(4, 4), nn.Linear(4, 4)
         self.other = False
 
     def forward(self, x):

@@ -61,8 +61,9 @@ class Leaf:
         """Whether it wrote to something that it may have read: batch norms only count."""
         if self.inputs.written() or after is None or after.attributes.is_written:
             return True
-        only_counts = all(is_counting(slot.owner) for slot, _ in after.copies)
-        return bool(after.copies) and not (only_counts and not may_read_statistics(after.modules))
+        if all(is_counting(slot.owner) for slot, _ in after.copies):
+            return bool(after.copies) and may_read_statistics(after.modules)
+        return True
 
 
 class FreeLeaf(Leaf):

@@ -486,7 +486,7 @@ class Run:
         if self.experience.offloader is not None:
             _prefetch_when_reached(output, free.inputs.tensors, self.experience.offloader, self.frame.number)
 
-    def _learn_written(self, leaf: "NotedLeaf") -> None:
+    def _learn_written(self, leaf: NotedLeaf) -> None:
         """A module has run: now it is known to which of its inputs it writes."""
         written = leaf.inputs.written()
         self.experience.note_written(leaf.module, written)

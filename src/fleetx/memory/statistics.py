@@ -31,21 +31,27 @@ def may_read_statistics(modules: list[nn.Module]) -> bool:
 
 @cache
 def _mentions_statistics(kind: type) -> bool:
+    """Whether a class of somebody's, or a function that it may call, has the name of a statistic in its code."""
     own = [one for one in kind.__mro__ if not one.__module__.startswith("torch.") and one is not object]
-    functions = [value for one in own for value in vars(one).values()]
-    return any(_mentions(getattr(function, "__func__", getattr(function, "fget", function))) for function in functions)
+    waiting = [value for one in own for value in vars(one).values()]
+    seen: set[FunctionType] = set()
+    while waiting:
+        function = _function_of(waiting.pop())
+        if function is None or function in seen or _is_torchs(function):
+            continue
+        seen.add(function)
+        names = {name for code in _codes(function.__code__) for name in (*code.co_names, *_strings(code))}
+        if names & (_NAMES | _ALL):
+            return True
+        waiting += [function.__globals__.get(name) for name in names]
+    return False
 
 
-def _mentions(function: Any, seen: frozenset[Any] = frozenset()) -> bool:
-    """Whether a function, or one that it may call by name, has the name of a statistic in its code."""
-    function = getattr(function, "__wrapped__", function)
-    if not isinstance(function, FunctionType) or function in seen or _is_torchs(function):
-        return False
-    names = {name for code in _codes(function.__code__) for name in (*code.co_names, *_strings(code))}
-    if names & (_NAMES | _ALL):
-        return True
-    called = (function.__globals__.get(name) for name in names)
-    return any(_mentions(one, seen | {function}) for one in called)
+def _function_of(value: Any) -> FunctionType | None:
+    """What a method, a property or something that is wrapped runs."""
+    value = getattr(value, "__func__", getattr(value, "fget", value))
+    value = getattr(value, "__wrapped__", value)
+    return value if isinstance(value, FunctionType) else None
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
