@@ -1,16 +1,19 @@
 """Zeros by products of random words: as many as asked for, and nothing to be learned from one about another."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from fleetx.applications.cheap_dropout import CheapDropout, thinned
+from fleetx.applications.cheap_dropout import CheapDropout, draw_words, thinned
+from tests.interpreting import assert_passes_interpreted, needs_triton
 
 
 @pytest.mark.parametrize("dropout", [0.1, 0.5, 0.9])
 def test_the_expectation_stays(dropout):
     torch.manual_seed(0)
     ones = torch.ones(2000, 500, dtype=torch.float64)
-    result = thinned(ones, dropout)
+    result = thinned(ones, draw_words(ones), dropout)
     assert (result == 0).double().mean().item() == pytest.approx(dropout, abs=3e-3)
     assert result.mean().item() == pytest.approx(1.0, abs=6e-3 / (1 - dropout))
     assert sorted(result.unique().tolist()) == pytest.approx([0.0, 1 / (1 - dropout)])
@@ -18,7 +21,8 @@ def test_the_expectation_stays(dropout):
 
 def test_rows_columns_and_rectangles_are_as_if_drawn_one_by_one():
     torch.manual_seed(0)
-    kept = (thinned(torch.ones(4000, 1000), 0.5) != 0).double() - 0.5
+    ones = torch.ones(4000, 1000)
+    kept = (thinned(ones, draw_words(ones), 0.5) != 0).double() - 0.5
     for one in (kept, kept.T):
         spread = one.mean(1).std().item() * one.shape[1] ** 0.5
         assert spread == pytest.approx(0.5, rel=0.1)
@@ -31,7 +35,7 @@ def test_rows_columns_and_rectangles_are_as_if_drawn_one_by_one():
 def test_the_gradient_has_the_same_zeros():
     torch.manual_seed(0)
     x = torch.randn(4, 6, 8, dtype=torch.float64, requires_grad=True)
-    y = thinned(x, 0.4)
+    y = thinned(x, draw_words(x), 0.4)
     y.sum().backward()
     assert torch.equal(x.grad != 0, y != 0)
     torch.testing.assert_close(x.grad * x, y)
@@ -62,3 +66,17 @@ def test_compiled_code_repeats_with_the_generator_and_has_the_same_zeros_in_the_
         outputs.append(y.detach())
     assert torch.equal(*outputs)
     assert (outputs[0] == 1).float().mean().item() == pytest.approx(0.3, abs=0.03)
+
+
+@needs_triton
+def test_the_kernel_passes_its_tests_in_tritons_interpreter():
+    assert_passes_interpreted(Path(__file__).parent / "cheap_dropout_interpreted.py")
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3, 1.0])
+def test_added_to_a_shortcut_it_is_the_sum_of_both(dropout):
+    layer, input, shortcut = CheapDropout(dropout), torch.randn(5, 6), torch.randn(5, 6)
+    torch.manual_seed(0)
+    summed = layer.added_to(shortcut, input)
+    torch.manual_seed(0)
+    assert torch.equal(summed, layer(input) + shortcut)

@@ -15,6 +15,7 @@ from fleetx.applications import Bert_base, Resnet50
 from fleetx.applications import packed_attention as kernels
 from fleetx.applications.bert_config import to_hugging_face
 from fleetx.applications.bert_unpad import pack
+from fleetx.applications.cheap_dropout import CheapDropout, thinned
 from fleetx.applications.stream_norm import StreamLayerNorm
 from tests.applications import bert_plain as plain
 from tests.gpu.test_step import NoWaiting
@@ -287,3 +288,22 @@ def test_the_norm_of_the_residual_stream_has_precise_gradients_that_repeat(rows,
     for ours, again, theirs in zip(*seen, [exact.weight.grad, exact.bias.grad], strict=True):
         assert torch.equal(ours, again)
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-3, atol=2e-3 * theirs.abs().max().item())
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 1024), (70, 1500), (4096, 256)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dropout_of_a_residual_keeps_words_and_no_mask(shape, dtype):
+    torch.manual_seed(0)
+    layer, kept = CheapDropout(0.25), []
+    input, shortcut = (torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for _ in range(2))
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: (kept.append(one), one)[1], lambda one: one):
+        summed = layer.added_to(shortcut, input)
+    (words,) = kept
+    assert words.numel() == input.numel() // shape[-1] + shape[-1]
+    plain = thinned(input.double(), words, 0.25) + shortcut.double()
+    torch.testing.assert_close(summed, plain.to(dtype))
+    gradient = torch.randn_like(summed)
+    summed.backward(gradient)
+    assert torch.equal(shortcut.grad, gradient)
+    torch.testing.assert_close(input.grad, thinned(gradient.double(), words, 0.25).to(dtype))
+    assert (input.grad == 0).double().mean().item() == pytest.approx(0.25, abs=0.02)

@@ -78,16 +78,16 @@ class BertSelfAttention(nn.Module):
     def _projected(self, hidden: Tensor) -> Tensor:
         """Queries, keys and values, one beside the other."""
         parts = (self.query, self.key, self.value)
-        if any(_is_special(part) for part in parts):
+        if any(_is_special(part, nn.Linear) for part in parts):
             return torch.cat([part(hidden) for part in parts], dim=-1)
         # One product three times as wide is faster than three.
         weight, bias = (torch.cat([getattr(part, name) for part in parts]) for name in ("weight", "bias"))
         return functional.linear(hidden, weight, bias)
 
 
-def _is_special(part: nn.Module) -> bool:
+def _is_special(part: nn.Module, usual: type[nn.Module]) -> bool:
     """Whether somebody replaced the layer or watches it: then it must be called itself."""
-    return type(part) is not nn.Linear or bool(part._forward_hooks or part._forward_pre_hooks)
+    return type(part) is not usual or bool(part._forward_hooks or part._forward_pre_hooks)
 
 
 class BertResidual(nn.Module):
@@ -101,7 +101,10 @@ class BertResidual(nn.Module):
 
     def forward(self, hidden: Tensor, shortcut: Tensor) -> Tensor:
         """The new residual stream."""
-        return self.LayerNorm(self.dropout(self.dense(hidden)) + shortcut)
+        projected = self.dense(hidden)
+        if _is_special(self.dropout, CheapDropout):
+            return self.LayerNorm(self.dropout(projected) + shortcut)
+        return self.LayerNorm(self.dropout.added_to(shortcut, projected))
 
 
 class BertAttention(nn.Module):

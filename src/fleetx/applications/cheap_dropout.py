@@ -1,32 +1,100 @@
-"""Dropout whose zeros cost two instructions per number where the compiler computes it with its neighbours.
+"""Dropout whose zeros cost two instructions per number, and no mask.
 
-The compiler draws a random number for each number that may be dropped, by about a hundred instructions: a kernel that
-would wait for memory then waits for them. Here each row and each column has a random word of 32 bits, and a number is
-dropped when the low 32 bits of the product of its two words lie below a threshold. The words are drawn by torch's
-generator, few enough to be kept for the backward in place of a mask.
+A random number for each number that may be dropped takes about a hundred instructions: a kernel that would wait for
+memory then waits for them. Here each row and each column has a random word of 32 bits, and a number is dropped when the
+low 32 bits of the product of its two words lie below a threshold. The words are drawn by torch's generator, few enough
+to be kept for the backward in place of a mask, which would be half as large as the input.
+
+Where the model is compiled, the compiler makes it one kernel with its neighbours; for low precision on a GPU there is a
+kernel that adds the shortcut of a residual too; elsewhere it is torch's own dropout.
 """
+
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fleetx.applications import own_kernels
 from fleetx.applications.packed_attention import RANDOM_WORDS, dropout_threshold, keep_probability
+
+_ROWS, _COLUMNS = 4, 1024  # that a program reads at once, at most
 
 
 class CheapDropout(nn.Dropout):
-    """`nn.Dropout`, and something cheaper in its place where it is compiled."""
+    """`nn.Dropout`, and something cheaper in its place where that is possible."""
 
     def forward(self, input: Tensor) -> Tensor:
         """The input with some numbers set to zero, the others raised to make up for it."""
-        is_plain = input.dim() > 0 and not self.inplace
-        if self.training and is_plain and 0.0 < self.p < 1.0 and torch.compiler.is_compiling():
-            return thinned(input, self.p)
+        if self._drops_some_of(input):
+            if torch.compiler.is_compiling():
+                return thinned(input, draw_words(input), self.p)
+            if own_kernels.can_take(input):
+                return _Thinned.apply(input, None, draw_words(input), self.p)
         return super().forward(input)
 
+    def added_to(self, shortcut: Tensor, input: Tensor) -> Tensor:
+        """The sum of both, of `input` with zeros: in one pass where that is possible."""
+        is_one_pass = self._drops_some_of(input) and own_kernels.can_take(input) and own_kernels.can_take(shortcut)
+        if is_one_pass and input.shape == shortcut.shape and input.dtype == shortcut.dtype:
+            return _Thinned.apply(input, shortcut, draw_words(input), self.p)
+        return self(input) + shortcut
 
-def thinned(input: Tensor, dropout: float) -> Tensor:
-    """The input with zeros, the last dimension being the columns."""
-    width = input.shape[-1]
-    rows, half = input.numel() // width, RANDOM_WORDS // 2
-    words = torch.randint(-half, half, (rows + width,), dtype=torch.int32, device=input.device)
+    def _drops_some_of(self, input: Tensor) -> bool:
+        return self.training and 0.0 < self.p < 1.0 and input.dim() > 0 and not self.inplace
+
+
+def draw_words(input: Tensor) -> Tensor:
+    """A random word for each row, and behind these one for each column: the last dimension."""
+    width, half = input.shape[-1], RANDOM_WORDS // 2
+    rows = input.numel() // width if width else 0
+    return torch.randint(-half, half, (rows + width,), dtype=torch.int32, device=input.device)
+
+
+def thinned(input: Tensor, words: Tensor, dropout: float) -> Tensor:
+    """The input with zeros, by torch's operations."""
+    rows = words.shape[0] - input.shape[-1]
     kept = words[:rows, None] * words[rows:] >= dropout_threshold(dropout)
     return torch.where(kept.view(input.shape), input / keep_probability(dropout), 0.0)
+
+
+class _Thinned(torch.autograd.Function):
+    """The input with zeros, and maybe a shortcut that is added."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, shortcut: Tensor | None, words: Tensor, dropout: float) -> Tensor:
+        ctx.save_for_backward(words)
+        ctx.dropout = dropout
+        return thinned_by_kernel(input, shortcut, words, dropout)
+
+    @staticmethod
+    def backward(  # type: ignore[bad-override]  # a base class that takes anything
+        ctx: Any, gradient: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
+        (words,) = ctx.saved_tensors
+        needs_input, needs_shortcut, *_ = ctx.needs_input_grad
+        of_input = None
+        if needs_input and own_kernels.must_be_torchs(gradient):
+            of_input = thinned(gradient, words, ctx.dropout)
+        elif needs_input:
+            of_input = thinned_by_kernel(gradient, None, words, ctx.dropout)
+        return of_input, gradient if needs_shortcut else None, None, None
+
+
+def thinned_by_kernel(input: Tensor, shortcut: Tensor | None, words: Tensor, dropout: float) -> Tensor:
+    """The input with zeros, and the shortcut added if there is one."""
+    from fleetx.applications import cheap_dropout_kernels
+
+    kernel: Any = cheap_dropout_kernels.thinned_kernel
+    columns = input.shape[-1]
+    rows = words.shape[0] - columns
+    output = torch.empty_like(input, memory_format=torch.contiguous_format)
+    if not output.numel():
+        return output
+    block = min(_COLUMNS, 1 << (columns - 1).bit_length())
+    grid = (-(-rows // _ROWS), -(-columns // block))
+    added = None if shortcut is None else shortcut.contiguous()
+    numbers = rows, columns, dropout_threshold(dropout), keep_probability(dropout)
+    with torch.cuda.device(input.device) if input.is_cuda else nullcontext():
+        kernel[grid](input.contiguous(), added, words, output, *numbers, ROWS=_ROWS, COLUMNS=block, num_warps=4)
+    return output

@@ -4,7 +4,7 @@ torch adds up the gradients of weight and bias with one block per 32 columns, un
 width 1,024 a quarter of an H200 works.
 """
 
-import importlib.util
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fleetx.numbers import LOW_PRECISION
+from fleetx.applications import own_kernels
 
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
 _FEWEST_ROWS = 32768  # below, the device may wait for the host, whose time is all that counts
 _ROWS, _COLUMNS = 16, 128  # that a program reads at once
 _PROGRAMS = 1024  # about so many, for a device of a hundred processors
@@ -33,12 +32,9 @@ class StreamLayerNorm(nn.LayerNorm):
             return functional.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
     def _has_own_backward(self, input: Tensor) -> bool:
-        if not (_HAS_TRITON and input.is_cuda and input.dtype in LOW_PRECISION) or torch.compiler.is_compiling():
-            return False
-        shape = self.normalized_shape
-        is_large = len(shape) == 1 and input.numel() >= _FEWEST_ROWS * shape[0]
-        is_plain = type(self.weight) is type(self.bias) is nn.Parameter and not _is_transformed()
-        return is_plain and is_large and torch.is_grad_enabled()
+        is_large = len(self.normalized_shape) == 1 and input.numel() >= _FEWEST_ROWS * input.shape[-1]
+        is_plain = type(self.weight) is type(self.bias) is nn.Parameter
+        return is_large and is_plain and torch.is_grad_enabled() and own_kernels.can_take(input)
 
 
 class _StreamNorm(torch.autograd.Function):
@@ -48,35 +44,42 @@ class _StreamNorm(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         low = weight.to(input.dtype)
         output, mean, deviation = torch.native_layer_norm(input, weight.shape, low, bias.to(input.dtype), eps)
-        ctx.save_for_backward(input, weight, bias, mean, deviation)
+        ctx.save_for_backward(input, weight, bias, low, mean, deviation)
         return output
 
     @staticmethod
     def backward(  # type: ignore[bad-override]  # a base class that takes anything
         ctx: Any, gradient: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        input, weight, bias, mean, deviation = ctx.saved_tensors
-        needed = list(ctx.needs_input_grad[:3])
-        # Ours has no derivative: where one will be asked for, torch's is taken.
-        is_one = not _is_transformed() and not torch._C._functorch.is_legacy_batchedtensor(gradient)
-        ours = is_one and not torch.is_grad_enabled() and (needed[1] or needed[2])
-        wanted = [needed[0], False, False] if ours else needed
-        low = [one.to(input.dtype) for one in (weight, bias)]
-        grads = torch.ops.aten.native_layer_norm_backward(
-            gradient, input, weight.shape, mean, deviation, *low, wanted
-        )  # what is not wanted is None
-        if not ours:
+        input, weight, bias, low, mean, deviation = ctx.saved_tensors
+        needed = ctx.needs_input_grad[:3]
+        if own_kernels.must_be_torchs(gradient):
+            parameters = weight.to(input.dtype), bias.to(input.dtype)
+            grads = _torchs(gradient, input, mean, deviation, *parameters, needed)
             of_weight, of_bias = (
                 None if g is None else g.to(p.dtype) for g, p in zip(grads[1:], (weight, bias), strict=True)
             )
             return grads[0], of_weight, of_bias, None
+        of_input = _torchs(gradient, input, mean, deviation, low, None, (needed[0], False, False))[0]
+        if not (needed[1] or needed[2]):
+            return of_input, None, None, None
         of_weight, of_bias = parameter_gradients(gradient, input, mean, deviation)
-        return grads[0], of_weight.to(weight.dtype), of_bias.to(bias.dtype), None
+        return of_input, of_weight.to(weight.dtype), of_bias.to(bias.dtype), None
 
 
-def _is_transformed() -> bool:
-    """Whether torch computes something else from what is computed here: many at once, or a derivative forwards."""
-    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+def _torchs(
+    gradient: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    deviation: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    needed: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of input, weight and bias; None of those that are not needed."""
+    return torch.ops.aten.native_layer_norm_backward(
+        gradient, input, weight.shape, mean, deviation, weight, bias, list(needed)
+    )
 
 
 def parameter_gradients(gradient: Tensor, input: Tensor, mean: Tensor, deviation: Tensor) -> tuple[Tensor, Tensor]:

@@ -43,7 +43,7 @@ class Timing:
         self.states = list(states)
         self.kinds = kinds_of(seen, trials.cuts)
         self.frugal = State("inputs") if State("inputs") in states else states[-1]  # what the others do
-        self._steps: dict[int, float | None] = {}  # seconds by size
+        self._frugal_rounds: dict[int, list[Figures] | None] = {}  # by size, without the compiler
 
     def profile(self, sizes: tuple[int, ...], say: Callable[[str], None]) -> Profile:
         """What was counted, with times from these sizes: two, and maybe a far smaller one before them."""
@@ -91,11 +91,16 @@ class Timing:
 
     def _step_seconds(self, size: int) -> float | None:
         """Of a frugal step; None if it did not fit on some worker."""
-        if size not in self._steps:
-            rounds = _rounds(self.trials.uncompiled(), [self.frugal] * len(self.kinds), size)
-            fits = self.trials.everywhere(rounds is not None)
-            self._steps[size] = min(map(_whole_step, rounds)) if fits and rounds is not None else None
-        return self._steps[size]
+        rounds = self._frugal(size)
+        fits = self.trials.everywhere(rounds is not None)
+        return min(map(_whole_step, rounds)) if fits and rounds is not None else None
+
+    def _frugal(self, size: int) -> list[Figures] | None:
+        """The times of steps in which all segments are frugal, taken once."""
+        if size not in self._frugal_rounds:
+            states = [self.frugal] * len(self.kinds)
+            self._frugal_rounds[size] = _rounds(self.trials.uncompiled(), states, size)
+        return self._frugal_rounds[size]
 
     def _taken(self, sizes: tuple[int, ...], say: Callable[[str], None]) -> dict[State, list[Seconds]]:
         """The states that there was room for at all sizes."""
@@ -121,7 +126,8 @@ class Timing:
         members = self._members(state, size)
         if members is None:
             return None
-        rounds = _rounds(self.trials, self._states(state, members), size)
+        is_known = state == self.frugal and size in self._frugal_rounds and not self.trials.compile
+        rounds = self._frugal(size) if is_known else _rounds(self.trials, self._states(state, members), size)
         if rounds is None:
             return None
         halves = [statistics.median(one.tail_seconds[half] for one in rounds) for half in (0, 1)]

@@ -1,0 +1,29 @@
+"""When kernels of our own take the place of torch's: for low precision on a GPU, where nobody asks for more."""
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from fleetx.numbers import LOW_PRECISION
+
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def can_take(input: Tensor) -> bool:
+    """Whether this tensor may be given to a kernel; not where torch watches or rewrites what is computed."""
+    if torch.compiler.is_compiling() or not (_HAS_TRITON and input.is_cuda):
+        return False
+    return input.dtype in LOW_PRECISION and type(input) is Tensor and not _is_transformed()
+
+
+def must_be_torchs(gradient: Tensor) -> bool:
+    """Whether a backward needs torch's own operations: a derivative of it is asked for, or many at once."""
+    if torch.is_grad_enabled() or _is_transformed():
+        return True
+    return torch._C._functorch.is_legacy_batchedtensor(gradient)
+
+
+def _is_transformed() -> bool:
+    """Whether torch computes something else from what is computed here: many at once, or a derivative forwards."""
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
