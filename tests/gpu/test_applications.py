@@ -290,7 +290,7 @@ def test_the_norm_of_the_residual_stream_has_precise_gradients_that_repeat(rows,
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-3, atol=2e-3 * theirs.abs().max().item())
 
 
-@pytest.mark.parametrize("shape", [(3, 5, 1024), (70, 1500), (4096, 256)])
+@pytest.mark.parametrize("shape", [(8, 512, 1024), (1029, 1500), (1024, 3, 256)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_dropout_of_a_residual_keeps_words_and_no_mask(shape, dtype):
     torch.manual_seed(0)

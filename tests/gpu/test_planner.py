@@ -129,7 +129,8 @@ def test_compiled_segments_are_planned():
     plan = X.plan(model, sample, loss_fn=nn.functional.mse_loss, memory="1GiB", global_batch=64, compile=True)
     checked = verify(plan, Feeding(model, nn.functional.mse_loss), sample)
     assert checked.measured.peak <= 1.05 * plan.memory
-    assert checked.measured.seconds == pytest.approx(plan.seconds, rel=0.5)  # not of a device that waits for the host
+    # Not those of a device that waits for the host; other programs on the same device make steps longer, not shorter.
+    assert plan.seconds <= 1.5 * checked.measured.seconds
 
 
 def test_the_doctor_finds_the_device_and_its_link():

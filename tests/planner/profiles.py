@@ -10,7 +10,7 @@ MIB = 2**20
 BYTES = ("kept", "forward_bytes", "backward_bytes", "sent", "holds", "released")
 
 
-def transformer(layers=24, *, bandwidth=50e9, overhead=2e-4, scale=1, reserve=EXACTLY, **others):
+def transformer(layers=24, *, bandwidth=50e9, overhead=2e-4, launches=0.0, scale=1, reserve=EXACTLY, **others):
     """Layers with three states each; `scale` divides all bytes."""
 
     def size(mib):
@@ -18,7 +18,7 @@ def transformer(layers=24, *, bandwidth=50e9, overhead=2e-4, scale=1, reserve=EX
 
     def option(save, again, kept):
         seconds = Line(overhead * (2 + again), 4e-5 * (2 + again))
-        here = OptionCost(State(save), seconds, size(kept), size(25), size(31))
+        here = OptionCost(State(save), seconds, size(kept), size(25), size(31), launches=launches * (3 + again))
         away = replace(here, state=State(save, "host"), kept=Line(), sent=size(kept), released=size(1))
         return here, away
 

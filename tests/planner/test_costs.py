@@ -23,6 +23,17 @@ def test_one_slow_step_at_the_smallest_size_is_no_floor_for_all():
     assert line.at(128) == pytest.approx(2.0)
 
 
+def test_launches_are_no_floor_for_a_half_of_a_step_whose_other_half_is_long_enough():
+    profile = transformer(2, launches=1e-3)
+    stages = {size: profile.chain(size).stages[0] for size in (1, 64)}
+    plain = {size: transformer(2).chain(size).stages[0] for size in (1, 64)}
+    both = {size: stage.forward_seconds + stage.options[0].seconds for size, stage in stages.items()}
+    assert both[1] == pytest.approx(3e-3)
+    assert stages[64] == plain[64]
+    assert stages[1].forward_seconds == plain[1].forward_seconds
+    assert Profile.from_dict(json.loads(json.dumps(profile.as_dict()))) == profile
+
+
 def unexplained(profile, micro_batch):
     return profile.chain(micro_batch).fixed["unexplained"]
 

@@ -3,6 +3,7 @@ import math
 import re
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -450,7 +451,7 @@ def test_that_two_hundred_segments_do_not_fit_is_said_soon_and_the_least_memory_
 
 
 @pytest.mark.parametrize("bandwidth", [0.0, 2e9, 50e9])
-@pytest.mark.parametrize("make", [transformer, differing])
+@pytest.mark.parametrize("make", [transformer, differing, partial(transformer, launches=2e-3)])
 def test_no_plan_is_faster_than_its_outlook(make, bandwidth):
     """Which is told before a slicing is looked at: what it rules out is never searched."""
     profile = make(12, bandwidth=bandwidth, gradient_parts=(50 * 2**20,) * 13)

@@ -15,7 +15,7 @@ from fleetx.notices import _told
 from fleetx.planner import cache
 from fleetx.planner.blocks import find_blocks
 from fleetx.planner.chain import State, evaluate
-from fleetx.planner.costs import Line
+from fleetx.planner.costs import NOTHING, Line, OptionCost, Profile, SegmentCost
 from fleetx.planner.counting import Counting
 from fleetx.planner.feeding import Feeding, resized
 from fleetx.planner.making import plan_for
@@ -23,7 +23,7 @@ from fleetx.planner.meter import CountingMeter
 from fleetx.planner.plan import Plan
 from fleetx.planner.profile import measure
 from fleetx.planner.solve import least_memory
-from fleetx.planner.timing import Timing
+from fleetx.planner.timing import Seconds, Timing, _timed
 from fleetx.planner.tracing import trace
 from fleetx.planner.trials import MOST_SAMPLES, Trials
 from fleetx.planner.untouched import Before, untouched
@@ -447,6 +447,25 @@ def test_times_where_the_device_waited_are_not_extrapolated():
     assert all(busy.at(size) == pytest.approx(seconds(size)) for size in (1, 4, 16, 64, 1000))
     straight = Line.of_time((2, 64, 128), [0.1 + 0.01 * size for size in (2, 64, 128)])
     assert straight.at(1000) == pytest.approx(10.1)
+
+
+def test_what_launches_take_is_counted_once_for_forward_and_backward():
+    """Times of GPT-2 medium on an H200, in milliseconds: with four samples it waits, with eight it does not."""
+    everything, inputs, sizes = State("everything"), State("inputs"), (4, 16, 32)
+    times = {
+        everything: [(1.9, 1.35), (2.698, 4.427), (5.271, 8.479)],
+        inputs: [(2.331, 2.972), (2.698, 7.058), (5.278, 13.628)],
+    }
+    taken = {
+        state: [Seconds({0: forward / 1e3}, {0: backward / 1e3}, (0.0, 0.0)) for forward, backward in pairs]
+        for state, pairs in times.items()
+    }
+    options = tuple(OptionCost(state, NOTHING, NOTHING, NOTHING, NOTHING) for state in times)
+    segment = _timed(SegmentCost("h", NOTHING, options), 0, sizes, taken)
+    stages = [Profile((segment,)).chain(size).stages[0] for size in (4, 8, 16)]
+    kept, again = ([1e3 * (one.forward_seconds + one.options[i].seconds) for one in stages] for i in range(2))
+    assert kept == pytest.approx([3.25, 3.85, 7.125], abs=0.15)
+    assert again == pytest.approx([5.303, 5.303, 9.756], abs=0.15)
 
 
 def test_a_large_sample_is_measured_by_a_part_of_it(monkeypatch):

@@ -9,7 +9,6 @@ Where the model is compiled, the compiler makes it one kernel with its neighbour
 kernel that adds the shortcut of a residual too; elsewhere it is torch's own dropout.
 """
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from fleetx.applications import own_kernels
 from fleetx.applications.packed_attention import RANDOM_WORDS, dropout_threshold, keep_probability
 
+_FEWEST_ROWS = 1024  # below, all that counts is how soon the next kernel starts
 _ROWS, _COLUMNS = 4, 1024  # that a program reads at once, at most
 
 
@@ -29,19 +29,22 @@ class CheapDropout(nn.Dropout):
         if self._drops_some_of(input):
             if torch.compiler.is_compiling():
                 return thinned(input, draw_words(input), self.p)
-            if own_kernels.can_take(input):
+            if self._has_own_kernel(input):
                 return _Thinned.apply(input, None, draw_words(input), self.p)
         return super().forward(input)
 
     def added_to(self, shortcut: Tensor, input: Tensor) -> Tensor:
         """The sum of both, of `input` with zeros: in one pass where that is possible."""
-        is_one_pass = self._drops_some_of(input) and own_kernels.can_take(input) and own_kernels.can_take(shortcut)
-        if is_one_pass and input.shape == shortcut.shape and input.dtype == shortcut.dtype:
+        is_like = input.shape == shortcut.shape and input.dtype == shortcut.dtype
+        if is_like and self._drops_some_of(input) and self._has_own_kernel(input) and own_kernels.can_take(shortcut):
             return _Thinned.apply(input, shortcut, draw_words(input), self.p)
         return self(input) + shortcut
 
     def _drops_some_of(self, input: Tensor) -> bool:
         return self.training and 0.0 < self.p < 1.0 and input.dim() > 0 and not self.inplace
+
+    def _has_own_kernel(self, input: Tensor) -> bool:
+        return input.numel() >= _FEWEST_ROWS * input.shape[-1] and own_kernels.can_take(input)
 
 
 def draw_words(input: Tensor) -> Tensor:
@@ -95,6 +98,6 @@ def thinned_by_kernel(input: Tensor, shortcut: Tensor | None, words: Tensor, dro
     grid = (-(-rows // _ROWS), -(-columns // block))
     added = None if shortcut is None else shortcut.contiguous()
     numbers = rows, columns, dropout_threshold(dropout), keep_probability(dropout)
-    with torch.cuda.device(input.device) if input.is_cuda else nullcontext():
+    with own_kernels.on_device_of(input):
         kernel[grid](input.contiguous(), added, words, output, *numbers, ROWS=_ROWS, COLUMNS=block, num_warps=4)
     return output

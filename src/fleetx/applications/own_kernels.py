@@ -1,6 +1,8 @@
 """When kernels of our own take the place of torch's: for low precision on a GPU, where nobody asks for more."""
 
 import importlib.util
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +24,13 @@ def must_be_torchs(gradient: Tensor) -> bool:
     if torch.is_grad_enabled() or _is_transformed():
         return True
     return torch._C._functorch.is_legacy_batchedtensor(gradient)
+
+
+def on_device_of(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Inside, kernels start on the tensor's device; that it is the current one already is the rule, and costs less."""
+    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(tensor.device)
 
 
 def _is_transformed() -> bool:

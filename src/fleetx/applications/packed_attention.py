@@ -8,7 +8,6 @@ of torch's generator gives the same zeros, also when a checkpoint computes a lay
 
 import importlib.util
 import math
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fleetx.applications.bert_packing import Packing, packed_attention
+from fleetx.applications.own_kernels import on_device_of
 from fleetx.numbers import LOW_PRECISION
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None and torch.version.hip is None
@@ -100,7 +100,7 @@ def survivors(words: Tensor, dropout: float) -> Tensor:
     """Which scores survive, (sequences, heads, pitch, pitch), of queries and keys: for tests and for the curious."""
     n, heads, pitch = words.shape[0], words.shape[1], words.shape[2] - GRANULE
     result = words.new_empty((n, heads, pitch, pitch), dtype=torch.int8)
-    with _on(words):
+    with on_device_of(words):
         grid = (pitch // LARGEST_BLOCK, n * heads)
         _kernels().survivors_kernel[grid](words, result, pitch, dropout_threshold(dropout), ROWS=LARGEST_BLOCK)
     return result.bool()
@@ -113,10 +113,6 @@ def _kernels() -> Any:
     from fleetx.applications import packed_attention_kernels
 
     return packed_attention_kernels
-
-
-def _on(tensor: Tensor) -> AbstractContextManager[Any]:
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def _strides(*tensors: Tensor) -> list[int]:
@@ -240,7 +236,7 @@ def run_forward(call: Packed, tuning: Tuning | None = None) -> tuple[Tensor, Ten
     tuning = tuning or tuning_for(call.width)
     out, lse = call.out(), call.rows().zero_()  # rows that nobody has would differ from run to run
     if not call.empty:
-        with _on(out):
+        with on_device_of(out):
             launch_forward(call, out, lse, tuning.forward)
     return out, lse
 
@@ -255,7 +251,7 @@ def run_backward(
     row_lse, delta = call.rows(), call.rows()
     grad = grad.contiguous()
     grad_query, grad_key, grad_value = gradients
-    with _on(out):
+    with on_device_of(out):
         launch_rows(call, grad, out, lse, row_lse, delta, tuning.rows)
         launch_keys(call, grad, row_lse, delta, grad_key, grad_value, tuning.keys)
         launch_queries(call, grad, row_lse, delta, grad_query, tuning.queries)

@@ -5,7 +5,6 @@ width 1,024 a quarter of an H200 works.
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -94,7 +93,7 @@ def parameter_gradients(gradient: Tensor, input: Tensor, mean: Tensor, deviation
     shares = -(-rows // share)
     partial = input.new_empty((2, shares, columns), dtype=torch.float32)
     flat = [one.contiguous() for one in (gradient, input, mean, deviation)]
-    with torch.cuda.device(input.device) if input.is_cuda else nullcontext():
+    with own_kernels.on_device_of(input):
         kernel[(blocks, shares)](*flat, partial, rows, columns, share, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=4)
     sums = partial.sum(1)
     return sums[0], sums[1]

@@ -94,17 +94,18 @@ class OptionCost:
     sent: Line = NOTHING
     holds: Line = NOTHING
     released: Line = NOTHING
+    launches: float = 0.0  # seconds: forward and backward together take no less, with however few samples
 
     @property
     def bytes(self) -> tuple[Line, ...]:
         """All but the time."""
         return self.kept, self.forward_bytes, self.backward_bytes, self.sent, self.holds, self.released
 
-    def at(self, micro_batch: int) -> Option:
-        """At a micro-batch size."""
+    def at(self, micro_batch: int, forward_seconds: float) -> Option:
+        """At a micro-batch size, where the forward takes so long."""
         return Option(
             self.state,
-            seconds=self.seconds.at(micro_batch),
+            seconds=max(self.seconds.at(micro_batch), self.launches - forward_seconds),
             kept=self.kept.bytes_at(micro_batch),
             forward_bytes=self.forward_bytes.bytes_at(micro_batch),
             backward_bytes=self.backward_bytes.bytes_at(micro_batch),
@@ -177,10 +178,7 @@ class Profile:
         fixed = {kind: 0 if comes_late and kind == "gradients" else size for kind, size in self.fixed.items()}
         fixed |= {"batch": self.batch_bytes.bytes_at(micro_batch), "gaps": self.gaps.bytes_at(micro_batch)}
         differs = self.unexplained.bytes_at(micro_batch) - self.overrated
-        stages = [
-            Stage(segment.name, segment.forward_seconds.at(micro_batch), self._options(segment, micro_batch, number))
-            for number, segment in enumerate(self.segments)
-        ]
+        stages = [self._stage(segment, micro_batch, number) for number, segment in enumerate(self.segments)]
         return Chain(
             tuple(stages),
             # What is fixed is no less than nothing: the correction may come from a micro-batch with many more samples.
@@ -193,8 +191,9 @@ class Profile:
             gradients=self.gradient_parts if comes_late else (),
         )
 
-    def _options(self, segment: SegmentCost, micro_batch: int, number: int) -> tuple[Option, ...]:
-        options = [option.at(micro_batch) for option in segment.options]
+    def _stage(self, segment: SegmentCost, micro_batch: int, number: int) -> Stage:
+        forward_seconds = segment.forward_seconds.at(micro_batch)
+        options = [option.at(micro_batch, forward_seconds) for option in segment.options]
         # The last segment is needed first in the backward: moving it away would be in vain.
         if self.bandwidth <= 0 or number == len(self.segments) - 1:
             options = [option for option in options if option.state.home == "device"]
@@ -203,10 +202,11 @@ class Profile:
         least = kept[0] if kept else 0.0
         following = self.segments[number + 1].forward_seconds if number + 1 < len(self.segments) else None
         window = (following or self.tail_forward_seconds).at(micro_batch)
-        return tuple(
+        possible = [
             replace(o, seconds=max(o.seconds, least * _more(o.state)), waiting=self._waiting(o, window))
             for o in options
-        )
+        ]
+        return Stage(segment.name, forward_seconds, tuple(possible))
 
     def _waiting(self, option: Option, window: float) -> float:
         """How much longer than the next segment's forward it takes until all is gone."""
@@ -269,5 +269,5 @@ def _segment(values: Mapping[str, Any]) -> SegmentCost:
 
 def _option(values: Mapping[str, Any]) -> OptionCost:
     save, home, dear = values["state"]
-    lines = {name: Line(*value) for name, value in values.items() if name != "state"}
-    return OptionCost(state=State(save, home, tuple(dear)), **lines)
+    lines = {name: Line(*value) for name, value in values.items() if name not in ("state", "launches")}
+    return OptionCost(state=State(save, home, tuple(dear)), launches=values["launches"], **lines)

@@ -84,6 +84,7 @@ class Outlook:
         self._shape = len(profile.segments), len(options) // max(1, len(profile.segments))
         self._seconds, self._kept = _Lines(o.seconds for o in options), _Lines(o.kept for o in options)
         self._sent = _Lines(o.sent for o in options)
+        self._launches = np.array([o.launches for o in options], np.float64).reshape(self._shape)
         self._runs = _Lines(o.forward_bytes for o in options), _Lines(o.backward_bytes for o in options)
         self._is_away = np.array([o.state.home == "host" for o in options], bool).reshape(self._shape)
 
@@ -100,15 +101,17 @@ class Outlook:
         before = np.cumsum(kept.min(axis=1)) - kept.min(axis=1)
         if (before + np.maximum(first, second).min(axis=1)).max() > room:
             return math.inf
-        options = self._options(micro_batch, np.append(forward[1:], around.tail_forward_seconds))
+        options = self._options(micro_batch, forward, around.tail_forward_seconds)
         return seconds + rough_bound(options, kept, room - around.tail_bytes - around.gradients_from[-1])[0]
 
-    def _options(self, micro_batch: int, windows: Floats) -> Floats:
+    def _options(self, micro_batch: int, forward: Floats, tail: float) -> Floats:
         """Seconds of each, with what the forward waits for its copy, which may take as long as the next segment."""
         seconds = self._seconds.at(micro_batch).reshape(self._shape)
+        seconds = np.maximum(seconds, self._launches - forward[:, None])
         if self._bandwidth <= 0:
             return np.where(self._is_away, math.inf, seconds)
         copying = self._sent.at(micro_batch).reshape(self._shape) / self._bandwidth
+        windows = np.append(forward[1:], tail)
         return seconds + np.maximum(0.0, copying - windows[:, None])
 
 

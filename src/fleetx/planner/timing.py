@@ -203,20 +203,29 @@ def _plain(taken: dict[State, list[Seconds]]) -> list[Seconds]:
 
 
 def _timed(segment: SegmentCost, kind: int, sizes: tuple[int, ...], taken: dict[State, list[Seconds]]) -> SegmentCost:
-    """A segment with times; states that were not timed are left out."""
+    """A segment with times; states that were not timed are left out.
+
+    Where the device waits for launches, it does so in a whole step: in the backward, which has larger kernels, the host
+    gets ahead, and the next forward lives on that. So of launches only the sum of both is known.
+    """
     forward = [one.forward[kind] for one in _plain(taken)]
 
-    def line(option: OptionCost) -> Line:
+    def timed(option: OptionCost) -> OptionCost:
         at_all = taken[option.state._replace(home="device")]
         # What the state costs in the forward already is counted with its backward.
         seconds = [
             one.backward[kind] + max(0.0, one.forward[kind] - plain) for one, plain in zip(at_all, forward, strict=True)
         ]
-        return Line.of_time(sizes, seconds)
+        both = Line.of_time(sizes, [sum(pair) for pair in zip(forward, seconds, strict=True)])
+        return replace(option, seconds=_of_kernels(sizes, seconds), launches=both.least)
 
     known = [option for option in segment.options if option.state._replace(home="device") in taken]
-    options = tuple(replace(option, seconds=line(option)) for option in known)
-    return SegmentCost(segment.name, Line.of_time(sizes, forward), options)
+    return SegmentCost(segment.name, _of_kernels(sizes, forward), tuple(timed(option) for option in known))
+
+
+def _of_kernels(sizes: tuple[int, ...], seconds: Sequence[float]) -> Line:
+    """Without what launches take at least."""
+    return Line.of_time(sizes, seconds)._replace(least=0.0)
 
 
 def kinds_of(seen: Trace, cuts: Sequence[str]) -> list[int]:
