@@ -10,8 +10,9 @@ from fleetx.planner import cache, verify
 from fleetx.planner.feeding import Feeding
 from fleetx.planner.fitting import DoesNotFit
 from fleetx.planner.making import plan_for
-from fleetx.planner.plan import fingerprint_of
+from fleetx.planner.plan import Plan, fingerprint_of
 from fleetx.planner.road import Road, with_curve
+from tests.planner.profiles import transformer
 
 make = partial(plan_for, memory=2**20, global_batch=4, curve=False)
 
@@ -58,6 +59,23 @@ def test_what_only_this_training_has_is_part_of_the_plan(monkeypatch):
     more = road.first_plan(road.ways(), make, complete=lambda profile: profile.corrected(1, 1000))
     assert more.first_peak > plain.first_peak
     assert road.profile_at(["0", "1", "2"]) is plain.profile
+
+
+@pytest.mark.parametrize(("races", "wins"), [(True, 1), (False, 0), (None, 0)])  # None: not without a GPU
+def test_close_plans_race_where_times_can_be_told(monkeypatch, races, wins):
+    road = started(races=races)
+    profile = transformer()
+    monkeypatch.setattr(Road, "profile_at", lambda _self, _cuts: profile)
+    asked = partial(plan_for, memory=32 * 2**30, global_batch=1024, curve=False)
+    first = asked(profile)
+    places = [first.k_steps, *(one.k_steps for one in first.runners_up)]
+
+    def tried(plan, *_):
+        return plan.with_measurement(plan.peak, plan.seconds * (1.2 if plan.k_steps == first.k_steps else 1.0))
+
+    monkeypatch.setattr(verify, "verify", tried)
+    monkeypatch.setattr(Plan, "of", lambda plan, _model: plan)
+    assert road.first_plan([["0"]], asked).plan.k_steps == places[wins]
 
 
 @pytest.mark.parametrize(("here", "elsewhere"), [(1.0, 2.0), (2.0, 1.0), (0.5, 2.0)])

@@ -86,8 +86,8 @@ def plan(
 
     question = {"memory": budget, "global_batch": batch, "host_memory": cap, "one_forward": one_forward, "even": even}
 
-    def make(profile: Profile, *, curve: bool = True) -> Plan:
-        return plan_for(profile, **question, curve=curve)
+    def make(profile: Profile, *, curve: bool = True, prefer: int | None = None) -> Plan:
+        return plan_for(profile, **question, curve=curve, prefer=prefer)
 
     def with_what_is_known(profile: Profile) -> Profile:
         fixed = with_others(profile.fixed, model, optimizer, sample, feeding.device)

@@ -6,7 +6,7 @@ from fleetx.planner.chain import evaluate
 from fleetx.planner.costs import Profile
 from fleetx.planner.fitting import OF_PLAN, Words, does_not_fit
 from fleetx.planner.plan import Plan, Purchase, RunnerUp
-from fleetx.planner.reasons import notes, reason
+from fleetx.planner.reasons import notes, reason, surprise
 from fleetx.planner.search import Cut, Found, Search, check_batch, cuts_of
 from fleetx.planner.table import summary
 
@@ -23,6 +23,7 @@ def plan_for(
     host_memory: int | None = None,
     one_forward: bool = False,
     k_steps: int | None = None,
+    prefer: int | None = None,
     even: bool = False,
     curve: bool = True,
     words: Words = OF_PLAN,
@@ -30,8 +31,9 @@ def plan_for(
     """The fastest plan that fits: `memory` is what the device may reserve, `host_memory` what offload may use.
 
     `one_forward` keeps the batch whole, for losses that couple its samples. `k_steps` cuts it into so many
-    micro-batches, neither more nor fewer. `even` allows only micro-batches of equal size. `curve=False` leaves out what
-    other budgets would give. `words` are for messages.
+    micro-batches, neither more nor fewer; `prefer` takes so many if that is among the fastest plans, because it was
+    faster in reality. `even` allows only micro-batches of equal size. `curve=False` leaves out what other budgets would
+    give. `words` are for messages.
     """
     check_batch(global_batch)
     whole = Cut(global_batch, 1)
@@ -49,6 +51,9 @@ def plan_for(
     if not found:
         raise does_not_fit(search, memory, one_forward, k_steps, words)
     found = search.thoroughly(found, memory)
+    gap = search.gap(found)
+    expected = found[0]
+    found.sort(key=lambda one: one.cut.k_steps != prefer)  # all others in their order
     best = found[0]
     alone = None
     if k_steps is None:
@@ -70,16 +75,16 @@ def plan_for(
         host_bytes=cost.host_bytes,
         seconds=best.seconds,
         samples_per_s=global_batch / best.seconds,
-        reason=reason(search, best, alone, found, one_forward, k_steps),
+        reason=reason(search, best, alone, found, one_forward, k_steps) + surprise(best, expected),
         one_forward=one_forward,
         compile=profile.compiled,
-        is_exact=search.gap(found) == 0,
+        is_exact=gap == 0,
         runners_up=tuple(_runner_up(search, one) for one in found[1 : 1 + _RUNNERS_UP]),
         curve=_curve(search, memory, best) if curve else (),
         timeline=cost.points,
         fixed_bytes=chain.fixed_bytes,
         device=profile.device,
-        notes=notes(profile, best, search.gap(found), words),
+        notes=notes(profile, best, gap, words),
     )
 
 

@@ -65,7 +65,10 @@ def measure(
     if everywhere(known is not None) and known is not None:
         return known
     measuring = _Measuring(feeding, sample, cuts, compile, states, everywhere)
-    profile = measuring.profile(optimizer, sizes, bandwidth)
+    try:
+        profile = measuring.profile(optimizer, sizes, bandwidth)
+    finally:
+        measuring.trials.free()
     if cached and not measuring.lacked_room:  # else states are missing that there may be room for next time
         cache.save(key, profile)
     return profile
@@ -163,7 +166,6 @@ class _Measuring:
             if timed_at[-1] > counted_at[1]:
                 tail_bytes = counting.tail_of_many(counted_at, timed_at[-1], timing.frugal)
                 profile = replace(profile, tail_bytes=tail_bytes)
-        self.trials.free()
         self.lacked_room = len(profile.notes) > len(update.notes)
         return replace(profile, segments=tuple(segment.distinct() for segment in profile.segments))
 

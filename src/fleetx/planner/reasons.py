@@ -35,6 +35,15 @@ def reason(
     return f"merged, {how_fast} one forward of {batch}, for which {_repeats(search, alone)}."
 
 
+def surprise(best: Found, expected: Found) -> str:
+    """What to add if another plan than the expected one was faster in reality."""
+    if best is expected:
+        return ""
+    cut, gain = expected.cut, best.seconds / expected.seconds - 1
+    how_fast = f"{gain:.1%} faster" if gain >= _SHOWN else "as fast"
+    return f" {cut.micro_batch:,} × {cut.k_steps:,} was predicted to be {how_fast}, but real micro-batches took longer."
+
+
 def notes(profile: Profile, best: Found, gap: float, words: Words) -> tuple[str, ...]:
     """What was noticed while measuring, and what the plan means for the training."""
     said = list(profile.notes)

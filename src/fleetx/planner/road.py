@@ -13,10 +13,9 @@ from fleetx.planner.feeding import Feeding
 from fleetx.planner.fitting import DoesNotFit, first_that_fits
 from fleetx.planner.plan import Plan
 from fleetx.planner.profile import key_of, measure
-from fleetx.planner.verify import Verified, doubt_about_time, until_verified
+from fleetx.planner.racing import fastest_in_reality
+from fleetx.planner.verify import Make, Verified, doubt_about_time, tried_out, until_verified
 from fleetx.slicing import Batch
-
-Make = Callable[[Profile], Plan]
 
 
 def _as_measured(profile: Profile) -> Profile:
@@ -39,6 +38,7 @@ class Road:
     cached: bool = True
     everywhere: Callable[[bool], bool] = bool
     largest: Callable[[int], int] = int
+    races: bool | None = None  # whether real times decide between close plans; None: where they can be told, on a GPU
     _profiles: dict[tuple[str, ...], Profile] = field(init=False, repr=False, default_factory=dict)
 
     def ways(self) -> Iterator[list[str]]:
@@ -78,18 +78,32 @@ class Road:
             profile = complete(self.profile_at(cuts))
             if verify:
                 tried = until_verified(profile, self.feeding, self.sample, make, self.largest)
-                return self._with_doubt(tried, cuts)
+                return self._with_doubt(self._fastest(tried, make), cuts)
             plan = make(profile)
             return Verified(plan, profile, plan.peak)
 
         found = first_that_fits(ways, attempt)
         return found._replace(plan=found.plan.of(self.feeding.model))
 
+    def _fastest(self, tried: Verified, make: Make) -> Verified:
+        """The fastest in reality of this plan and those that were predicted to be almost as fast."""
+        races = self.feeding.device.type == "cuda" if self.races is None else self.races
+        if not races:
+            return tried
+
+        def run(plan: Plan) -> Plan | None:
+            one = tried_out(plan, tried.profile, self.feeding, self.sample, self.largest)
+            return None if one.beyond else one.with_what_is_known()
+
+        return fastest_in_reality(tried, make, run, self._slowest)
+
+    def _slowest(self, plan: Plan) -> float:
+        """The seconds of an update on the slowest worker, for which the others wait; 0 if it was not timed."""
+        return self.largest(0 if plan.measured is None else round(plan.measured.seconds * 1e9)) / 1e9
+
     def _with_doubt(self, tried: Verified, cuts: Sequence[str]) -> Verified:
         """With a note on a time that is far off, here and in later plans; what a busy machine measured is not kept."""
-        measured = tried.plan.measured
-        # The slowest worker's: the others wait for it.
-        slowest = self.largest(0 if measured is None else round(measured.seconds * 1e9)) / 1e9
+        slowest = self._slowest(tried.plan)
         doubt = doubt_about_time(tried.plan, slowest) if slowest else None
         if doubt is None:
             return tried

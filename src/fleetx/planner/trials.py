@@ -68,7 +68,7 @@ class Trials:
             if applied is not None:
                 applied.remove()
                 self._keep_arena(applied)
-            self.free()
+            self._wait()
 
     def metered(self, watch: Watch, batch: Batch) -> Step:
         """A step whose bytes are counted."""
@@ -95,6 +95,11 @@ class Trials:
         """Give back what the allocator has to spare."""
         if self.on_gpu:
             torch.cuda.empty_cache()
+
+    def _wait(self) -> None:
+        """What is still being copied would count with the next trial."""
+        if self.feeding.device.type == "cuda":
+            torch.cuda.synchronize(self.feeding.device)
 
     def _applied(self, segments: list[Segment]) -> Applied:
         """The states on the model; what was compiled for one of them serves the others."""

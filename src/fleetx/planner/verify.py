@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -19,14 +19,16 @@ from fleetx.slicing import Batch
 
 TOLERANCE = 0.03
 MOST_PLANS = 3
+_SHORT = 1.0  # seconds: of what takes longer, one micro-batch is enough to time
+_IN_A_ROW = 3
 FAR_OFF = 1.5  # times the predicted seconds, or less than these by as much
 
 
 def verify(plan: Plan, feeding: Feeding, sample: Batch) -> Plan:
     """Run micro-batches of the plan's size for real: the plan with its measurement, and the memory at each cut.
 
-    The model is left as it was, without the plan. The time is that of one micro-batch times `k_steps`, and what the
-    plan predicts for everything else.
+    The model is left as it was, without the plan. The time is that of one sample times all of them, and what the plan
+    predicts for everything else.
     """
     batch = placed(resized(sample, plan.micro_batch), feeding.device)
     on_gpu = feeding.device.type == "cuda"
@@ -49,6 +51,8 @@ def verify(plan: Plan, feeding: Feeding, sample: Batch) -> Plan:
                 took = took or counted
             finally:
                 watch.remove()
+            if on_gpu and took < _SHORT:
+                took = _seconds_in_a_row(plan, feeding, batch)
     finally:
         applied.remove()
     assert step.turn is not None
@@ -66,8 +70,9 @@ def verify(plan: Plan, feeding: Feeding, sample: Batch) -> Plan:
     if on_gpu:
         # With what is not there yet, such as the optimizer's state; and with what the allocator keeps between blocks.
         peak = max(peak, base + torch.cuda.max_memory_reserved(feeding.device))
-    rest = plan.seconds - plan.k_steps * sum(point.seconds for point in plan.timeline)
-    return plan.with_measurement(peak, took * plan.k_steps + max(0.0, rest), moments)
+    micro_batches = plan.global_batch / plan.micro_batch  # the last of them may have a sample less
+    rest = plan.seconds - micro_batches * sum(point.seconds for point in plan.timeline)
+    return plan.with_measurement(peak, took * micro_batches + max(0.0, rest), moments)
 
 
 def _timed(watch: Watch, batch: Batch, meter: Meter | None = None) -> tuple[float, Step]:
@@ -76,6 +81,18 @@ def _timed(watch: Watch, batch: Batch, meter: Meter | None = None) -> tuple[floa
     step = watch.step(batch, meter)
     _wait(watch.feeding.device)
     return time.perf_counter() - began, step
+
+
+def _seconds_in_a_row(plan: Plan, feeding: Feeding, batch: Batch) -> float:
+    """Of a micro-batch, one of some that follow each other as in a training: the host is ahead, if it can be."""
+    _wait(feeding.device)
+    began = time.perf_counter()
+    for _ in range(_IN_A_ROW):
+        _forget_late_gradients(plan, feeding)
+        with torch.enable_grad():
+            feeding.loss(batch).backward()
+    _wait(feeding.device)
+    return (time.perf_counter() - began) / _IN_A_ROW
 
 
 def _wait(device: torch.device) -> None:
@@ -90,6 +107,14 @@ def _forget_late_gradients(plan: Plan, feeding: Feeding) -> None:
             parameter.grad = None
 
 
+class Make(Protocol):
+    """Makes a plan from a profile, with so many micro-batches if these are preferred and among the fastest plans."""
+
+    def __call__(self, profile: Profile, *, prefer: int | None = None) -> Plan:
+        """The plan."""
+        ...
+
+
 class Verified(NamedTuple):
     """A plan after real micro-batches, and its profile, with what these took beyond it."""
 
@@ -102,7 +127,7 @@ def until_verified(
     profile: Profile,
     feeding: Feeding,
     sample: Batch,
-    make: Callable[[Profile], Plan],
+    make: Make,
     largest: Callable[[int], int] = int,
 ) -> Verified:
     """Make a plan and run it; if its memory was not as predicted, allow for that and plan again.
@@ -112,7 +137,7 @@ def until_verified(
     that ran out of memory is returned unverified. `largest` makes of this worker's number the largest of all workers',
     so that all of them choose the same plan.
     """
-    tried: list[_Tried] = []
+    tried: list[Tried] = []
     first_peak = 0
     for attempt in range(1 + MOST_PLANS):
         try:
@@ -125,7 +150,7 @@ def until_verified(
         # All workers were given the same plans, and so all find the same one again, or none.
         known = next((one for one in tried if _is_same(plan, one.plan)), None)
         if known is None:
-            one = _tried(plan, profile, feeding, sample, largest)
+            one = tried_out(plan, profile, feeding, sample, largest)
         else:
             tried.remove(known)
             one = known.with_figures_of(plan, profile)
@@ -141,14 +166,16 @@ def until_verified(
     return Verified(best.with_what_is_known(), best.profile, first_peak)
 
 
-class _Tried(NamedTuple):
+class Tried(NamedTuple):
+    """A plan after a real step."""
+
     beyond: float  # of the budget, as a part of it
     seconds: float  # predicted: those that were measured differ from worker to worker
     peak: int  # the largest of all workers'
     plan: Plan
     profile: Profile
 
-    def with_figures_of(self, plan: Plan, profile: Profile) -> "_Tried":
+    def with_figures_of(self, plan: Plan, profile: Profile) -> "Tried":
         """The same plan made again, with what is known of it; so it need not run again."""
         return self._replace(plan=plan.measured_as(self.plan), profile=profile)
 
@@ -159,11 +186,12 @@ class _Tried(NamedTuple):
         return self.plan.taking_more(self.peak - self.plan.peak)
 
 
-def _tried(plan: Plan, profile: Profile, feeding: Feeding, sample: Batch, largest: Callable[[int], int]) -> _Tried:
+def tried_out(plan: Plan, profile: Profile, feeding: Feeding, sample: Batch, largest: Callable[[int], int]) -> Tried:
+    """The plan after a real step, the same on all workers."""
     ran, peak = _ran(plan, feeding, sample)
     peak = largest(peak)
     beyond = math.inf if largest(int(not ran.verified)) else max(0.0, peak / plan.memory - 1)
-    return _Tried(beyond, plan.seconds, peak, ran, profile)
+    return Tried(beyond, plan.seconds, peak, ran, profile)
 
 
 def _is_same(plan: Plan, other: Plan) -> bool:

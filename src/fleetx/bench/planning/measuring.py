@@ -4,6 +4,7 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -78,7 +79,7 @@ class Bench:
             return Plan.from_json(task.result["plan"])
         case, road, began = task.case, task.opened.road, time.perf_counter()
         question = {"memory": task.memory, "global_batch": case.global_batch, "one_forward": case.one_forward}
-        found = road.first_plan(road.ways(), lambda profile: plan_for(profile, **question, curve=False))
+        found = road.first_plan(road.ways(), partial(plan_for, **question, curve=False))
         plan = replace(found.plan, planning_seconds=time.perf_counter() - began)
         task.result.update(
             plan=plan.to_json(),
