@@ -4,6 +4,7 @@ import difflib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from torch import nn
@@ -81,9 +82,14 @@ def _matched(pattern: str, modules: dict[str, nn.Module]) -> list[str]:
 
 def matches(name: str, pattern: str) -> bool:
     """Whether a glob names this module: `*` and `?` stay within one part of a dotted name, `**` does not."""
-    parts = re.split(r"(\*\*|\*|\?)", pattern)
+    return _expression(pattern).fullmatch(name) is not None
+
+
+@lru_cache(maxsize=1024)  # a pattern is asked about for every module
+def _expression(glob: str) -> re.Pattern[str]:
+    parts = re.split(r"(\*\*|\*|\?)", glob)
     wild = {"**": ".*", "*": "[^.]*", "?": "[^.]"}
-    return re.fullmatch("".join(wild.get(part, re.escape(part)) for part in parts), name) is not None
+    return re.compile("".join(wild.get(part, re.escape(part)) for part in parts))
 
 
 def _add_ancestors(cuts: Cuts, name: str, modules: dict[str, nn.Module]) -> None:
