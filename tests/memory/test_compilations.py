@@ -337,7 +337,7 @@ class Numbered(nn.Module):
         return self.linear(x).tanh() * (self.layer_idx + 1)
 
 
-@pytest.mark.parametrize("save", ["inputs", "dear"])
+@pytest.mark.parametrize("save", [pytest.param("inputs", marks=pytest.mark.full), "dear"])
 def test_many_layers_that_know_their_number_are_all_compiled(save, caplog):
     example = Example(nn.Sequential(*map(Numbered, range(10))), lambda step: (normal(step, 6, 4),))
     applied = assert_exact(example, [Segment(str(number), save) for number in range(10)], steps=2, **QUICK)

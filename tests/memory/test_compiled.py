@@ -7,7 +7,7 @@ from tests.memory.comparing import STATES, assert_exact, cycled
 from tests.memory.zoo import MODELS
 
 pytestmark = pytest.mark.filterwarnings("ignore:::torch")  # of a compiler that looks at everything
-QUICK = [("bert", "mixed"), ("resnet", "inputs-host")]
+FEW = [("vit", "mixed"), pytest.param("resnet", "inputs-host", marks=pytest.mark.full)]
 
 
 @pytest.fixture(autouse=True)
@@ -15,7 +15,7 @@ def _fresh_compiler():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(("model", "state"), QUICK)
+@pytest.mark.parametrize(("model", "state"), FEW)
 def test_compiled_segments_equal_the_compiled_plain_run(model, state):
     example = MODELS[model]()
     assert_exact(example, cycled(example.cuts["blocks"], STATES[state]), compile=True)
