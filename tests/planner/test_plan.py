@@ -450,17 +450,17 @@ def test_that_two_hundred_segments_do_not_fit_is_said_soon_and_the_least_memory_
         plan_for(profile, memory=caught.value.least_memory - 1, **question)
 
 
-@pytest.mark.parametrize("bandwidth", [0.0, 2e9, 50e9])
+@pytest.mark.parametrize(("bandwidth", "host"), [(0.0, None), (2e9, None), (50e9, None), (50e9, 0), (50e9, 5 * GIB)])
 @pytest.mark.parametrize("make", [transformer, differing, partial(transformer, launches=2e-3)])
-def test_no_plan_is_faster_than_its_outlook(make, bandwidth):
+def test_no_plan_is_faster_than_its_outlook(make, bandwidth, host):
     """Which is told before a slicing is looked at: what it rules out is never searched."""
     profile = make(12, bandwidth=bandwidth, gradient_parts=(50 * 2**20,) * 13)
     for budget in (6 * GIB, 12 * GIB, 24 * GIB, 100 * GIB):
-        search = Search(profile, 64, None, cuts_of(64))
+        search = Search(profile, 64, host, cuts_of(64))
         for cut in search.cuts:
             merged = cut.micro_batch < 64
-            least = Outlook(profile).least_seconds(cut.micro_batch, budget, merged=merged)
-            found = solve(search.chain(cut.micro_batch), budget)
+            least = Outlook(profile, host).least_seconds(cut.micro_batch, budget, merged=merged)
+            found = solve(search.chain(cut.micro_batch), budget, host)
             assert least <= (math.inf if found is None else found.seconds * (1 + 1e-9))
 
 

@@ -119,6 +119,24 @@ def rough_bound(seconds: Floats, kept: Floats, most: float) -> tuple[float, floa
     return max(quickest, float(found[best])), float(prices.kept[best])
 
 
+def rough_bound_with_cap(seconds: Floats, kept: Floats, most: float, sent: Floats, cap: float) -> float:
+    """The same if these may also send no more than the host has room for."""
+    least, price = rough_bound(seconds, kept, most)
+    if least == np.inf or cap == np.inf:
+        return least
+    chosen = (seconds + price * kept).argmin(axis=1)[:, None]
+    if np.take_along_axis(sent, chosen, axis=1).sum() <= cap:
+        return least
+
+    def values(prices: _Prices) -> Floats:
+        costs = seconds + prices.kept[:, None, None] * kept + prices.host[:, None, None] * sent
+        return costs.min(axis=2).sum(axis=1) - prices.kept * most - prices.host * cap
+
+    low, high = _price_range(seconds, kept)
+    prices = _highest(values, (low / 1000, high), (low / 8, high * 8), points=8, rounds=4)
+    return max(least, float(values(prices).max()))
+
+
 def _all_walks(chain: Chain, available: int) -> "list[_Walks]":
     """For each segment, or the tail, at which memory is probably tightest; the most probable first."""
     table = chain.table

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fleetx.notices import shown
-from fleetx.planner.bounds import rough_bound
+from fleetx.planner.bounds import rough_bound_with_cap
 from fleetx.planner.chain import Chain, State, equally_many, evaluate
 from fleetx.planner.costs import Line, Profile
 from fleetx.planner.solve import WIDTHS, Solution, fits, least_memory, solve
@@ -76,8 +76,9 @@ def cuts_of(global_batch: int, *, even: bool = False) -> list[Cut]:
 class Outlook:
     """What can be said of a slicing before its chain is made, which takes longer: how fast it is at best."""
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(self, profile: Profile, host_memory: int | None = None) -> None:
         self._bandwidth = profile.bandwidth
+        self._cap = math.inf if host_memory is None else host_memory
         self._without_segments = replace(profile, segments=())
         self._forward = _Lines(segment.forward_seconds for segment in profile.segments)
         options = [o for row in equally_many([segment.options for segment in profile.segments]) for o in row]
@@ -102,7 +103,9 @@ class Outlook:
         if (before + np.maximum(first, second).min(axis=1)).max() > room:
             return math.inf
         options = self._options(micro_batch, forward, around.tail_forward_seconds)
-        return seconds + rough_bound(options, kept, room - around.tail_bytes - around.gradients_from[-1])[0]
+        sent = self._sent.at(micro_batch).reshape(self._shape)
+        most = room - around.tail_bytes - around.gradients_from[-1]
+        return seconds + rough_bound_with_cap(options, kept, most, sent, self._cap)
 
     def _options(self, micro_batch: int, forward: Floats, tail: float) -> Floats:
         """Seconds of each, with what the forward waits for its copy, which may take as long as the next segment."""
@@ -137,7 +140,7 @@ class Search:
         self.is_long = len(profile.segments) > _MANY
         self.merges = cuts != [Cut(global_batch, 1)]
         self.chain = cache(lambda micro_batch: profile.chain(micro_batch, merged=micro_batch < global_batch))
-        self._outlook = Outlook(profile)
+        self._outlook = Outlook(profile, host_memory)
 
     def best(self, memory: int, wanted: int = 1, gain: float = 0.0, like: Cut | None = None) -> list[Found]:
         """The fastest plan within a budget, and others until there are as many as wanted; the fastest first.
