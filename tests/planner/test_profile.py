@@ -102,7 +102,7 @@ def test_a_plan_that_takes_more_than_predicted_is_made_anew_until_it_fits():
         made.append(plan_for(profile, memory=memory, global_batch=120, curve=False))
         return made[-1]
 
-    plan, corrected, first_peak = until_verified(half_blind(profile), feeding, sample, make)
+    plan, corrected, first_peak, *_ = until_verified(half_blind(profile), feeding, sample, make)
     assert 1 < len(made) <= 4
     assert first_peak == made[0].peak
     assert made[0].micro_batch > 8 >= plan.micro_batch
@@ -466,6 +466,18 @@ def test_what_launches_take_is_counted_once_for_forward_and_backward():
     kept, again = ([1e3 * (one.forward_seconds + one.options[i].seconds) for one in stages] for i in range(2))
     assert kept == pytest.approx([3.25, 3.85, 7.125], abs=0.15)
     assert again == pytest.approx([5.303, 5.303, 9.756], abs=0.15)
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward"), [((4.7, 8.0, 12.0), (2.0, 32.0, 64.0)), ((1.5, 1.9, 3.0), (2, 30, 60))]
+)
+def test_what_was_measured_with_few_samples_is_not_predicted_to_be_shorter(forward, backward):
+    sizes, state = (8, 128, 256), State("everything")
+    taken = {state: [Seconds({0: a}, {0: b}, (0.0, 0.0)) for a, b in zip(forward, backward, strict=True)]}
+    option = OptionCost(state, NOTHING, NOTHING, NOTHING, NOTHING)
+    segment = _timed(SegmentCost("h", NOTHING, (option,)), 0, sizes, taken)
+    stage = Profile((segment,)).chain(8).stages[0]
+    assert stage.forward_seconds + stage.options[0].seconds >= 0.9 * (forward[0] + backward[0])
 
 
 def test_a_large_sample_is_measured_by_a_part_of_it(monkeypatch):

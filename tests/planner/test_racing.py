@@ -7,25 +7,27 @@ import pytest
 from fleetx.planner.making import plan_for
 from fleetx.planner.plan import Plan
 from fleetx.planner.racing import fastest_in_reality
-from fleetx.planner.verify import Verified
+from fleetx.planner.verify import Tried, Verified
 from tests.planner.profiles import transformer
 
 GIB = 2**30
 make = partial(plan_for, memory=32 * GIB, global_batch=1024, curve=False)
 
 
-def raced(seconds, make=make, fits=lambda _: True, profile=None):
-    """The winner, and the numbers of micro-batches that were run; `seconds`: of a plan in reality."""
+def raced(seconds, make=make, peak=lambda plan: plan.peak, profile=None):
+    """The first plan, what came of it, and how often others were cut; `seconds` and `peak` are a plan's in reality."""
     profile = profile or transformer()
-    first, ran = make(profile), []
+    ran = []
 
     def run(plan):
         ran.append(plan.k_steps)
-        return plan.with_measurement(plan.peak, seconds(plan)) if fits(plan) else None
+        measured = plan.with_measurement(peak(plan), seconds(plan))
+        return Tried(max(0.0, peak(plan) / plan.memory - 1), plan.seconds, peak(plan), measured, profile)
 
-    measured = first.with_measurement(first.peak, seconds(first))
-    begun = Verified(measured, profile, first.peak)
-    return first, fastest_in_reality(begun, make, run, lambda plan: plan.measured.seconds).plan, ran
+    first = make(profile)
+    begun = run(first).verified(first.peak)
+    del ran[:]
+    return first, fastest_in_reality(begun, make, run, lambda plan: plan.measured.seconds), ran
 
 
 def as_predicted(plan):
@@ -37,50 +39,60 @@ def slow(slow_one, times=1.2):
 
 
 def test_what_is_as_predicted_stays():
-    first, winner, ran = raced(as_predicted)
+    first, (winner, *_, prefer), ran = raced(as_predicted)
     assert winner.k_steps == first.k_steps
     assert winner.reason == first.reason
+    assert prefer is None
     assert ran == [one.k_steps for one in first.runners_up[:2]]
 
 
 def test_a_runner_up_that_is_faster_in_reality_is_taken_and_says_so():
-    first, winner, _ = raced(slow(make(transformer())))
-    second = first.runners_up[0]
+    first, found, _ = raced(slow(make(transformer())))
+    winner, second = found.plan, first.runners_up[0]
     assert (winner.micro_batch, winner.k_steps) == (second.micro_batch, second.k_steps)
     assert winner.samples_per_s == pytest.approx(second.samples_per_s)
-    assert f"{first.micro_batch:,} × {first.k_steps:,} was predicted to be" in winner.reason
-    assert "real micro-batches took longer" in winner.reason
+    assert f"{first.micro_batch:,} × {first.k_steps:,} was predicted to be the fastest, but real" in winner.reason
+    assert "as fast as" not in winner.reason
+    assert found.prefer == winner.k_steps
+    assert found.first_peak == winner.peak
     assert first.k_steps in [one.k_steps for one in winner.runners_up]
     assert winner.peak <= winner.memory
     assert Plan.from_json(winner.to_json()) == winner
 
 
 def test_little_is_no_reason():
-    first, winner, _ = raced(lambda plan: 1.0 if plan.micro_batch > 60 else 0.995)
-    assert winner.k_steps == first.k_steps
+    first = make(transformer())
+    assert raced(slow(first, 1.005 * first.runners_up[0].samples_per_s / first.samples_per_s))[1].prefer is None
 
 
 def test_what_takes_more_than_the_budget_does_not_win():
     first = make(transformer())
-    _, winner, ran = raced(slow(first), fits=lambda plan: plan.k_steps != first.runners_up[0].k_steps)
-    assert winner.k_steps == first.runners_up[1].k_steps
-    assert len(ran) == 2
-    assert raced(slow(first), fits=lambda _: False)[1].k_steps == first.k_steps
+
+    def beyond(*slicings):
+        return lambda plan: plan.memory + 1 if plan.k_steps in slicings else plan.peak
+
+    others = [one.k_steps for one in first.runners_up]
+    assert raced(slow(first), peak=beyond(others[0]))[1].prefer == others[1]
+    assert raced(slow(first), peak=beyond(*others))[1].prefer is None
+    _, found, _ = raced(as_predicted, peak=beyond(first.k_steps))  # though it is slower
+    assert found.prefer == others[0]
+    assert "took more than the budget" in found.plan.reason
+    assert found.beyond == 0
+
+
+def test_what_the_winner_took_more_is_known_afterwards():
+    first = make(transformer())
+    _, found, _ = raced(slow(first), peak=lambda plan: int(plan.peak * 1.04))
+    assert found.plan.peak >= int(1.04 * first.runners_up[0].peak) - 1
+    assert found.profile.unexplained.per_sample > 0
 
 
 def test_only_close_ones_run():
     profile = transformer(overhead=0.1)  # launches are all that counts: twice as many micro-batches take twice as long
-    first, winner, ran = raced(slow(make(profile)), profile=profile)
+    first, found, ran = raced(slow(make(profile)), profile=profile)
     assert first.runners_up
     assert not ran
-    assert winner.k_steps == first.k_steps
-
-
-def test_a_plan_that_was_not_timed_stays():
-    profile = transformer()
-    first = make(profile)
-    begun = Verified(first, profile, first.peak)
-    assert fastest_in_reality(begun, make, pytest.fail, lambda _: 0.0) is begun
+    assert found.prefer is None
 
 
 def test_there_is_nothing_to_decide_where_the_slicing_is_given():

@@ -30,7 +30,7 @@ def taking(monkeypatch, factor):
 
 def test_a_plan_that_is_not_tried_is_the_first_prediction():
     road = started()
-    plan, profile, first_peak = road.first_plan(road.ways(), make, verify=False)
+    plan, profile, first_peak, *_ = road.first_plan(road.ways(), make, verify=False)
     assert not plan.verified
     assert profile is road.profile_at(["0", "1", "2"])
     assert first_peak == plan.peak
@@ -107,7 +107,7 @@ def test_where_no_other_budget_can_be_asked_for_nothing_is_said_of_them(monkeypa
     road = started()
     found = road.first_plan(road.ways(), make)
 
-    def nothing(_profile):
+    def nothing(_profile, prefer=None):
         raise DoesNotFit("nothing fits", 1, 1)
 
     assert with_curve(found, nothing) == found

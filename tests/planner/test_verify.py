@@ -72,7 +72,7 @@ def test_the_same_plan_is_not_tried_again_but_says_what_is_known(monkeypatch, pa
     base = make(transformer(4))
     moments = (Moment("end", "backward", GIB, 2 * GIB),)
     taking(monkeypatch, (int(base.peak * part), 5.0, moments))  # a second trial would fail
-    plan, profile, first_peak = verify.until_verified(transformer(4), FEEDING, None, make)
+    plan, profile, first_peak, *_ = verify.until_verified(transformer(4), FEEDING, None, make)
     assert first_peak == base.peak
     assert plan.states == base.states
     assert plan.peak == pytest.approx(plan.measured.peak, rel=rest)

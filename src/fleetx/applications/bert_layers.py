@@ -87,7 +87,8 @@ class BertSelfAttention(nn.Module):
 
 def _is_special(part: nn.Module, usual: type[nn.Module]) -> bool:
     """Whether somebody replaced the layer or watches it: then it must be called itself."""
-    return type(part) is not usual or bool(part._forward_hooks or part._forward_pre_hooks)
+    hooks = part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks
+    return type(part) is not usual or any(hooks) or bool(nn.modules.module._has_any_global_hook())
 
 
 class BertResidual(nn.Module):

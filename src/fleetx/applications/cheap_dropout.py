@@ -26,17 +26,16 @@ class CheapDropout(nn.Dropout):
 
     def forward(self, input: Tensor) -> Tensor:
         """The input with some numbers set to zero, the others raised to make up for it."""
-        if self._drops_some_of(input):
-            if torch.compiler.is_compiling():
-                return thinned(input, draw_words(input), self.p)
-            if self._has_own_kernel(input):
-                return _Thinned.apply(input, None, draw_words(input), self.p)
+        if self._drops_some_of(input) and torch.compiler.is_compiling():
+            return thinned(input, draw_words(input), self.p)
+        if self._has_own_kernel(input):
+            return _Thinned.apply(input, None, draw_words(input), self.p)
         return super().forward(input)
 
     def added_to(self, shortcut: Tensor, input: Tensor) -> Tensor:
         """The sum of both, of `input` with zeros: in one pass where that is possible."""
-        is_like = input.shape == shortcut.shape and input.dtype == shortcut.dtype
-        if is_like and self._drops_some_of(input) and self._has_own_kernel(input) and own_kernels.can_take(shortcut):
+        is_one_pass = self._has_own_kernel(input) and own_kernels.can_take(shortcut)
+        if is_one_pass and input.shape == shortcut.shape and input.dtype == shortcut.dtype:
             return _Thinned.apply(input, shortcut, draw_words(input), self.p)
         return self(input) + shortcut
 
@@ -44,7 +43,9 @@ class CheapDropout(nn.Dropout):
         return self.training and 0.0 < self.p < 1.0 and input.dim() > 0 and not self.inplace
 
     def _has_own_kernel(self, input: Tensor) -> bool:
-        return input.numel() >= _FEWEST_ROWS * input.shape[-1] and own_kernels.can_take(input)
+        if not own_kernels.can_take(input) or not self._drops_some_of(input):
+            return False
+        return input.numel() >= _FEWEST_ROWS * input.shape[-1]
 
 
 def draw_words(input: Tensor) -> Tensor:

@@ -13,10 +13,13 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def can_take(input: Tensor) -> bool:
-    """Whether this tensor may be given to a kernel; not where torch watches or rewrites what is computed."""
+    """Whether this tensor may be given to a kernel; not where torch watches or rewrites what is computed.
+
+    To be asked before anything else: the compiler would guard other questions about the tensor.
+    """
     if torch.compiler.is_compiling() or not (_HAS_TRITON and input.is_cuda):
         return False
-    return input.dtype in LOW_PRECISION and type(input) is Tensor and not _is_transformed()
+    return input.dtype in LOW_PRECISION and type(input) is Tensor and not _is_traced() and not _is_transformed()
 
 
 def must_be_torchs(gradient: Tensor) -> bool:
@@ -31,6 +34,11 @@ def on_device_of(tensor: Tensor) -> AbstractContextManager[Any]:
     if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(tensor.device)
+
+
+def _is_traced() -> bool:
+    """Whether operations are written down, to be run later: those in a kernel would be missing."""
+    return torch.jit.is_tracing() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def _is_transformed() -> bool:

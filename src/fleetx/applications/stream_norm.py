@@ -31,9 +31,10 @@ class StreamLayerNorm(nn.LayerNorm):
             return functional.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
     def _has_own_backward(self, input: Tensor) -> bool:
-        is_large = len(self.normalized_shape) == 1 and input.numel() >= _FEWEST_ROWS * input.shape[-1]
-        is_plain = type(self.weight) is type(self.bias) is nn.Parameter
-        return is_large and is_plain and torch.is_grad_enabled() and own_kernels.can_take(input)
+        if not own_kernels.can_take(input) or not torch.is_grad_enabled():
+            return False
+        is_plain = type(self.weight) is type(self.bias) is nn.Parameter and len(self.normalized_shape) == 1
+        return is_plain and input.numel() >= _FEWEST_ROWS * input.shape[-1]
 
 
 class _StreamNorm(torch.autograd.Function):

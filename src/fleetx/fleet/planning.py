@@ -124,6 +124,7 @@ class Planning:
         found = road.first_plan(ways, partial(self._made, curve=False), complete=with_everything)
         found = with_curve(found, self._made)
         self._profile = found.profile
+        self._question["prefer"] = found.prefer
         self._consumption = Consumption(device)
         self._put_on(replace(found.plan, planning_seconds=time.perf_counter() - began))
 

@@ -23,7 +23,7 @@ _RATES = ("seconds", "samples_per_s")
 
 
 class RunnerUp(NamedTuple):
-    """Another plan that fits, and is not as fast."""
+    """Another plan that fits, and is not as fast: by prediction, or in reality."""
 
     micro_batch: int
     k_steps: int
@@ -80,7 +80,7 @@ class Plan:
     reason: str
     one_forward: bool = False
     compile: bool = False
-    is_exact: bool = True  # nothing faster fits, as far as the figures are right
+    is_exact: bool = True  # nothing that fits is predicted to be faster, but for runners-up that took longer
     measured: Measured | None = None
     runners_up: tuple[RunnerUp, ...] = ()
     curve: tuple[Purchase, ...] = ()

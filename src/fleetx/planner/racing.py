@@ -4,38 +4,51 @@ A prediction adds up what segments took, each among others of its own kind. What
 host does not launch in time, shows in the whole only.
 """
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from fleetx.planner.fitting import DoesNotFit
+from fleetx.planner.making import CLOSE
 from fleetx.planner.plan import Plan, RunnerUp
-from fleetx.planner.verify import Make, Verified
+from fleetx.planner.verify import Make, Tried, Verified, is_as_predicted
 
-_CLOSE = 0.08  # part of the predicted speed
 _MOST = 2  # others, beside the one that is predicted to be the fastest
 _CLEARLY = 0.01  # part of the time: by less nothing is decided
 
 
 def fastest_in_reality(
-    first: Verified, make: Make, run: Callable[[Plan], Plan | None], seconds_of: Callable[[Plan], float]
+    first: Verified, make: Make, run: Callable[[Plan], Tried], seconds_of: Callable[[Plan], float]
 ) -> Verified:
-    """The plan, or one of its runners-up, if that took clearly less time.
+    """The plan, or one of its runners-up, if that took clearly less time; or if only that was within the budget.
 
-    `run` tries a plan out and is None if it took more than the budget; `seconds_of` is what a plan took in reality.
+    `run` tries a plan out; `seconds_of` is what one that was tried took.
     """
-    best, least = first, seconds_of(first.plan)
-    for other in _close_to(first.plan) if least else []:
+    expected = math.inf if first.beyond else seconds_of(first.plan)
+    best, least = first, expected
+    for other in _close_to(first.plan):
         try:
             plan = make(first.profile, prefer=other.k_steps)
         except DoesNotFit:
             break  # what was learned about memory leaves no room; the plan had it all the same
         if plan.k_steps != other.k_steps:
             continue  # nor is there room for this one
-        ran = run(plan)
-        if ran is not None and seconds_of(ran) < least * (1 - _CLEARLY):
-            best, least = first._replace(plan=ran), seconds_of(ran)
-    return best
+        tried = run(plan)
+        if not tried.beyond and seconds_of(tried.plan) < least * (1 - _CLEARLY):
+            least = seconds_of(tried.plan)
+            known = tried if is_as_predicted(plan, tried.peak) else tried.having_learned()
+            best = known.verified(plan.peak)._replace(prefer=plan.k_steps)
+    if best is first:
+        return first
+    reason = f"{best.plan.reason} {_surprise(first.plan, expected, least)}"
+    return best._replace(plan=replace(best.plan, reason=reason))
 
 
 def _close_to(plan: Plan) -> list[RunnerUp]:
     """Runners-up that may be faster in reality, the most promising first."""
-    return [other for other in plan.runners_up if other.samples_per_s > plan.samples_per_s * (1 - _CLOSE)][:_MOST]
+    return [other for other in plan.runners_up if other.samples_per_s > plan.samples_per_s * (1 - CLOSE)][:_MOST]
+
+
+def _surprise(plan: Plan, took: float, least: float) -> str:
+    how = "took more than the budget" if took == math.inf else f"real micro-batches took {took / least - 1:.1%} longer"
+    return f"{plan.micro_batch:,} × {plan.k_steps:,} was predicted to be the fastest, but {how}."

@@ -35,15 +35,6 @@ def reason(
     return f"merged, {how_fast} one forward of {batch}, for which {_repeats(search, alone)}."
 
 
-def surprise(best: Found, expected: Found) -> str:
-    """What to add if another plan than the expected one was faster in reality."""
-    if best is expected:
-        return ""
-    cut, gain = expected.cut, best.seconds / expected.seconds - 1
-    how_fast = f"{gain:.1%} faster" if gain >= _SHOWN else "as fast"
-    return f" {cut.micro_batch:,} × {cut.k_steps:,} was predicted to be {how_fast}, but real micro-batches took longer."
-
-
 def notes(profile: Profile, best: Found, gap: float, words: Words) -> tuple[str, ...]:
     """What was noticed while measuring, and what the plan means for the training."""
     said = list(profile.notes)
@@ -55,7 +46,9 @@ def notes(profile: Profile, best: Found, gap: float, words: Words) -> tuple[str,
 
 
 def _compared(gain: float) -> str:
-    """Nothing is "0.0% faster"."""
+    """Nothing is "0.0% faster"; and slower may be what was not so in reality."""
+    if gain <= -_SHOWN:
+        return f"by prediction {-gain / (1 + gain):.1%} slower than"
     return f"{gain:.1%} faster than" if gain >= _SHOWN else "as fast as"
 
 

@@ -14,7 +14,7 @@ from fleetx.planner.fitting import DoesNotFit, first_that_fits
 from fleetx.planner.plan import Plan
 from fleetx.planner.profile import key_of, measure
 from fleetx.planner.racing import fastest_in_reality
-from fleetx.planner.verify import Make, Verified, doubt_about_time, tried_out, until_verified
+from fleetx.planner.verify import Make, Tried, Verified, doubt_about_time, tried_out, until_verified
 from fleetx.slicing import Batch
 
 
@@ -38,7 +38,7 @@ class Road:
     cached: bool = True
     everywhere: Callable[[bool], bool] = bool
     largest: Callable[[int], int] = int
-    races: bool | None = None  # whether real times decide between close plans; None: where they can be told, on a GPU
+    races: bool | None = None  # whether real times decide between close plans; None: on a GPU, where they can be told
     _profiles: dict[tuple[str, ...], Profile] = field(init=False, repr=False, default_factory=dict)
 
     def ways(self) -> Iterator[list[str]]:
@@ -91,9 +91,8 @@ class Road:
         if not races:
             return tried
 
-        def run(plan: Plan) -> Plan | None:
-            one = tried_out(plan, tried.profile, self.feeding, self.sample, self.largest)
-            return None if one.beyond else one.with_what_is_known()
+        def run(plan: Plan) -> Tried:
+            return tried_out(plan, tried.profile, self.feeding, self.sample, self.largest)
 
         return fastest_in_reality(tried, make, run, self._slowest)
 
@@ -120,5 +119,5 @@ class Road:
 def with_curve(tried: Verified, make: Make) -> Verified:
     """With what other budgets would give; that takes longer than the plan itself, so only the chosen one has it."""
     with suppress(DoesNotFit):  # with what it took there may be no room for it: then nothing is said of others
-        return tried._replace(plan=replace(tried.plan, curve=make(tried.profile).curve))
+        return tried._replace(plan=replace(tried.plan, curve=make(tried.profile, prefer=tried.prefer).curve))
     return tried

@@ -209,6 +209,7 @@ def _timed(segment: SegmentCost, kind: int, sizes: tuple[int, ...], taken: dict[
     gets ahead, and the next forward lives on that. So of launches only the sum of both is known.
     """
     forward = [one.forward[kind] for one in _plain(taken)]
+    of_forward = Line.of_time(sizes, forward)
 
     def timed(option: OptionCost) -> OptionCost:
         at_all = taken[option.state._replace(home="device")]
@@ -216,16 +217,13 @@ def _timed(segment: SegmentCost, kind: int, sizes: tuple[int, ...], taken: dict[
         seconds = [
             one.backward[kind] + max(0.0, one.forward[kind] - plain) for one, plain in zip(at_all, forward, strict=True)
         ]
-        both = Line.of_time(sizes, [sum(pair) for pair in zip(forward, seconds, strict=True)])
-        return replace(option, seconds=_of_kernels(sizes, seconds), launches=both.least)
+        both = [sum(pair) for pair in zip(forward, seconds, strict=True)]
+        of_backward = Line.of_time(sizes, seconds)
+        waits = any(line.least for line in (of_forward, of_backward, Line.of_time(sizes, both)))
+        return replace(option, seconds=of_backward._replace(least=0.0), launches=min(both) if waits else 0.0)
 
     known = [option for option in segment.options if option.state._replace(home="device") in taken]
-    return SegmentCost(segment.name, _of_kernels(sizes, forward), tuple(timed(option) for option in known))
-
-
-def _of_kernels(sizes: tuple[int, ...], seconds: Sequence[float]) -> Line:
-    """Without what launches take at least."""
-    return Line.of_time(sizes, seconds)._replace(least=0.0)
+    return SegmentCost(segment.name, of_forward._replace(least=0.0), tuple(timed(option) for option in known))
 
 
 def kinds_of(seen: Trace, cuts: Sequence[str]) -> list[int]:

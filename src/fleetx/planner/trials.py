@@ -68,7 +68,7 @@ class Trials:
             if applied is not None:
                 applied.remove()
                 self._keep_arena(applied)
-            self._wait()
+            wait_for(self.feeding.device)  # what is still being copied would count with the next trial
 
     def metered(self, watch: Watch, batch: Batch) -> Step:
         """A step whose bytes are counted."""
@@ -96,11 +96,6 @@ class Trials:
         if self.on_gpu:
             torch.cuda.empty_cache()
 
-    def _wait(self) -> None:
-        """What is still being copied would count with the next trial."""
-        if self.feeding.device.type == "cuda":
-            torch.cuda.synchronize(self.feeding.device)
-
     def _applied(self, segments: list[Segment]) -> Applied:
         """The states on the model; what was compiled for one of them serves the others."""
         # Each size is compiled for itself, as in a training with one micro-batch size.
@@ -116,6 +111,12 @@ class Trials:
         """Pinning host memory takes time: what one trial had serves the next."""
         if applied.experience.offloader is not None:
             self._arena = applied.experience.offloader.arena
+
+
+def wait_for(device: torch.device) -> None:
+    """Until it has done all that was started."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def steps_before(*, sends: bool, is_compiled: bool) -> int:

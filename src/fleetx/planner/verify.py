@@ -13,7 +13,7 @@ from fleetx.planner.fitting import DoesNotFit
 from fleetx.planner.meter import Meter, meter_for
 from fleetx.planner.observing import Step, Watch
 from fleetx.planner.plan import Moment, Plan
-from fleetx.planner.trials import steps_before
+from fleetx.planner.trials import steps_before, wait_for
 from fleetx.planner.untouched import untouched
 from fleetx.slicing import Batch
 
@@ -51,7 +51,8 @@ def verify(plan: Plan, feeding: Feeding, sample: Batch) -> Plan:
                 took = took or counted
             finally:
                 watch.remove()
-            if on_gpu and took < _SHORT:
+            # By the prediction, which all workers share: they must run equally often.
+            if on_gpu and sum(point.seconds for point in plan.timeline) < _SHORT:
                 took = _seconds_in_a_row(plan, feeding, batch)
     finally:
         applied.remove()
@@ -76,28 +77,24 @@ def verify(plan: Plan, feeding: Feeding, sample: Batch) -> Plan:
 
 
 def _timed(watch: Watch, batch: Batch, meter: Meter | None = None) -> tuple[float, Step]:
-    _wait(watch.feeding.device)
+    wait_for(watch.feeding.device)
     began = time.perf_counter()
     step = watch.step(batch, meter)
-    _wait(watch.feeding.device)
+    wait_for(watch.feeding.device)
     return time.perf_counter() - began, step
 
 
 def _seconds_in_a_row(plan: Plan, feeding: Feeding, batch: Batch) -> float:
     """Of a micro-batch, one of some that follow each other as in a training: the host is ahead, if it can be."""
-    _wait(feeding.device)
-    began = time.perf_counter()
-    for _ in range(_IN_A_ROW):
+    ends = []
+    for _ in range(1 + _IN_A_ROW):  # before the first one the device had nothing to do
         _forget_late_gradients(plan, feeding)
         with torch.enable_grad():
             feeding.loss(batch).backward()
-    _wait(feeding.device)
-    return (time.perf_counter() - began) / _IN_A_ROW
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        ends.append(torch.cuda.Event(enable_timing=True))
+        ends[-1].record()
+    wait_for(feeding.device)
+    return ends[0].elapsed_time(ends[-1]) / 1e3 / _IN_A_ROW
 
 
 def _forget_late_gradients(plan: Plan, feeding: Feeding) -> None:
@@ -120,7 +117,9 @@ class Verified(NamedTuple):
 
     plan: Plan
     profile: Profile
-    first_peak: int  # predicted for the first plan, before anything was tried
+    first_peak: int  # predicted before anything was tried
+    beyond: float = 0.0  # part of the budget, that even this plan took more
+    prefer: int | None = None  # its micro-batches, if it was not predicted to be the fastest
 
 
 def until_verified(
@@ -157,13 +156,10 @@ def until_verified(
         if is_as_predicted(plan, one.peak):
             tried.append(one)
             break
-        missing = one.peak - (plan.peak if one.peak > plan.peak else plan.peak_of_trial)
-        # More each time: another plan is wrong by another amount.
-        profile = profile.corrected(plan.micro_batch, missing * (1 + attempt) if missing > 0 else missing)
-        # Where less was taken, the plan goes with the figures that it was made of: they are safe.
-        tried.append(one._replace(profile=profile) if missing > 0 else one)
-    best = min(tried, key=lambda one: one[:2])
-    return Verified(best.with_what_is_known(), best.profile, first_peak)
+        one = one.having_learned(times=1 + attempt)  # more each time: another plan is wrong by another amount
+        tried.append(one)
+        profile = one.profile if one.took_more else profile.corrected(plan.micro_batch, one.peak - plan.peak_of_trial)
+    return min(tried, key=lambda one: one[:2]).verified(first_peak)
 
 
 class Tried(NamedTuple):
@@ -179,11 +175,24 @@ class Tried(NamedTuple):
         """The same plan made again, with what is known of it; so it need not run again."""
         return self._replace(plan=plan.measured_as(self.plan), profile=profile)
 
-    def with_what_is_known(self) -> Plan:
+    @property
+    def took_more(self) -> bool:
+        """Whether the real step took more memory than was predicted."""
+        return self.peak > self.plan.peak
+
+    def having_learned(self, times: int = 1) -> "Tried":
+        """With figures that allow for what was missing, so many times; those of a step that took less are safe."""
+        if not self.took_more:
+            return self
+        missing = times * (self.peak - self.plan.peak)
+        return self._replace(profile=self.profile.corrected(self.plan.micro_batch, missing))
+
+    def verified(self, first_peak: int) -> Verified:
         """The plan does not promise less than it took: it may be kept because all others were worse."""
-        if self.beyond == math.inf or self.peak <= self.plan.peak * (1 + TOLERANCE):
-            return self.plan
-        return self.plan.taking_more(self.peak - self.plan.peak)
+        plan = self.plan
+        if self.beyond < math.inf and self.peak > plan.peak * (1 + TOLERANCE):
+            plan = plan.taking_more(self.peak - plan.peak)
+        return Verified(plan, self.profile, first_peak, self.beyond)
 
 
 def tried_out(plan: Plan, profile: Profile, feeding: Feeding, sample: Batch, largest: Callable[[int], int]) -> Tried:
