@@ -165,7 +165,12 @@ def test_checkpoints(value):
     assert DistributedStrategy(recompute_configs={"checkpoints": value}).recompute_configs.checkpoints == value
 
 
-@pytest.mark.parametrize("value", ["layer1", "Auto", ""])
+def test_auto_is_written_as_it_is():
+    with pytest.raises(TypeError, match="got 'Auto' \\(str\\); write \"auto\""):
+        DistributedStrategy(recompute_configs={"checkpoints": "Auto"})
+
+
+@pytest.mark.parametrize("value", ["layer1", ""])
 def test_checkpoints_are_no_bare_name(value):
     with pytest.raises(TypeError) as caught:
         DistributedStrategy(recompute_configs={"checkpoints": value})

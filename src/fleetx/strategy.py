@@ -90,6 +90,9 @@ class Checkpoints(Setting["list[str] | str", "list[str] | tuple[str, ...] | str"
         """See Setting."""
         if isinstance(value, str) and value == "auto":
             return "auto"
+        if isinstance(value, str) and value.lower() == "auto":
+            problems.wrong_type(path, self._names.rule, value, 'write "auto"')
+            return []
         return self._names.accept(value, path, problems)
 
 

@@ -41,7 +41,14 @@ def asked(model=None, **settings):
         ({"loss_fn": lambda out, y: out.mean().item()}, TypeError, "loss_fn returned .* one number, not a float"),
         ({"loss_fn": lambda out, y: out.mean().detach()}, ValueError, "loss_fn returned has no gradient, so .* detach"),
         ({"loss_fn": lambda out, y: out.argmax()}, ValueError, "what loss_fn returned has no gradient"),
-        ({"loss_fn": None}, TypeError, "without loss_fn the model is called with all of the sample, got 2 parts"),
+        (
+            {"loss_fn": None},
+            TypeError,
+            "with all of the sample, for there is no loss_fn: 2 arguments, which .* not take",
+        ),
+        ({"loss_fn": "mse"}, TypeError, "loss_fn must be a function .* got 'mse': give for example"),
+        ({"loss_fn": lambda out: out.mean()}, TypeError, "loss_fn must be .* does not take two arguments"),
+        ({"checkpoints": "Auto"}, ValueError, "got 'Auto': write \"auto\""),
     ],
 )
 def test_what_cannot_be_meant_is_refused_with_a_remedy(settings, error, message):

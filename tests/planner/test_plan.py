@@ -284,25 +284,40 @@ def test_files_that_cannot_be_a_plan_or_hold_one_are_told_in_words(tmp_path):
         Plan.load(tmp_path / "plan.json")
 
 
-def test_a_plan_is_refused_by_models_whose_planned_modules_differ():
+def test_a_plan_is_refused_by_models_with_other_parameters():
     model = sequential()
     plan = Plan.from_json(hand_made([AGAIN] + [EVERYTHING] * 5).of(model).to_json())
     plan.apply(model).remove()
     plan.apply(sequential()).remove()
     wider = nn.Sequential(*(nn.Linear(9, 9) for _ in range(6)))
-    with pytest.raises(ValueError, match="model that it was made for, got another one: its modules '0' … '5'"):
-        plan.apply(wider)
+    deeper = nn.Sequential(*sequential(), nn.Linear(8, 8))
+    for other in (wider, deeper, sequential()[:3]):
+        with pytest.raises(ValueError, match="model that it was made for, got another one: its parameters have other"):
+            plan.apply(other)
     values = json.loads(plan.to_json())
     del values["fingerprint"]  # as plans of old have none
-    Plan.from_json(json.dumps(values)).apply(wider).remove()
+    old = Plan.from_json(json.dumps(values))
+    old.apply(wider).remove()
     with pytest.raises(ValueError, match="no module is called '3'"):  # which keeps everything, and is not installed
-        plan.apply(sequential()[:3])
+        old.apply(sequential()[:3])
+
+
+def test_the_table_says_how_a_batch_is_cut_that_cannot_be_cut_evenly_and_what_a_real_step_was():
+    plan = plan_for(transformer(4), memory=30 * GIB, global_batch=32, k_steps=5, curve=False)
+    assert "micro-batch 7 × 5 merged, 3 of them with 6\n" in str(plan)
+    even = plan_for(transformer(4), memory=30 * GIB, global_batch=32, k_steps=4, curve=False)
+    assert "micro-batch 8 × 4 merged\n" in str(even)
+    measured = plan.with_measurement(plan.peak, 2 * plan.seconds)
+    assert f"(as predicted) and {2e3 * plan.seconds:,.1f} ms (+100.0%): {16 / plan.seconds:,.1f} samples/s." in str(
+        measured
+    )
 
 
 def test_equal_segments_are_folded_in_the_table():
     names = [f"encoder.layer.{i}" for i in range(5)] + ["head"]
     rows = folded(names, [AWAY, AWAY, AWAY, EVERYTHING, EVERYTHING, EVERYTHING])
     assert rows == [("encoder.layer.0–2", 3, AWAY), ("encoder.layer.3–4, head", 3, EVERYTHING)]
+    assert folded(["down1", "down2", "up2", "up1"], [AWAY] * 4) == [("down1–2, up2, up1", 4, AWAY)]
     assert folded(["a.1.b", "a.2.b", "a.9.b"], [AGAIN] * 3) == [("a.1–9.b", 3, AGAIN)]
     assert folded(["stem"], [AGAIN]) == [("stem", 1, AGAIN)]
     net = ["down.2", "down.3", "middle", "up.0", "up.1", "up.2"]

@@ -34,7 +34,7 @@ def test_a_plan_that_is_not_tried_is_the_first_prediction():
     assert not plan.verified
     assert profile is road.profile_at(["0", "1", "2"])
     assert first_peak == plan.peak
-    assert plan.fingerprint == fingerprint_of(road.feeding.model, plan.names)
+    assert plan.fingerprint == fingerprint_of(road.feeding.model)
 
 
 def test_the_first_way_to_cut_that_has_a_plan_is_taken(monkeypatch):

@@ -148,7 +148,8 @@ def test_what_does_not_fit_is_said_and_not_thrown(app, maker):
     ("arguments", "message"),
     [
         (["--memory", "lots"], "must be a number and one of the units"),
-        (["--memory", "1GiB", "--host-memory", "some"], "must be a number and one of the units"),
+        (["--memory", "1GiB", "--host-memory", "some"], "--host-memory: an amount of memory must be a number and one"),
+        (["--memory", "1GiB", "--seq-len", "64"], "--seq-len and --image-size are for --app"),
         pytest.param([], "no memory budget of its own", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="")),
     ],
 )

@@ -43,9 +43,10 @@ class PlannedStep:
     def _begin(self, batch: Batch) -> None:
         size, wanted = batch_size(batch), self.planning.strategy.recompute_configs.global_batch
         if wanted is not None and abs(size * world.size() - wanted) >= world.size():
+            where = f" on each of {world.size()} workers" if world.size() > 1 else ""
             raise ValueError(
-                f"recompute_configs.global_batch is {wanted}, but the first batch has {size} samples on each of "
-                f"{world.size()} workers. Give Step batches of {max(1, wanted // world.size())}, or correct it."
+                f"recompute_configs.global_batch is {wanted}, but the first batch has {size} samples{where}. Give Step "
+                f"batches of {max(1, wanted // world.size())}, or correct it."
             )
         if wanted is None:
             self.step.require_enough(size)

@@ -3,7 +3,7 @@
 import difflib
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,8 +46,8 @@ def check(
             raise TypeError(f"{name} must be True or False, got {shown(value)}: write {name}=True or {name}=False.")
     _check_checkpoints(model, checkpoints)
     _check_memory(model, sample)
-    if loss_fn is None:
-        _check_call(model, sample)
+    _check_loss(loss_fn)
+    _check_call(model, sample, has_loss=loss_fn is not None)
 
 
 def cuts_at(model: nn.Module, checkpoints: Sequence[str]) -> list[str]:
@@ -122,6 +122,8 @@ def _check_bandwidth(bandwidth: object) -> None:
 def _check_checkpoints(model: nn.Module, checkpoints: object) -> None:
     rule = 'checkpoints must be a list of names or "auto"'
     if isinstance(checkpoints, str):
+        if checkpoints.lower() == "auto" != checkpoints:
+            raise ValueError(f'{rule}, got {checkpoints!r}: write "auto".')
         if checkpoints != "auto":
             raise ValueError(f"{rule}, got {checkpoints!r}: write [{checkpoints!r}] for a single one.")
         return
@@ -137,18 +139,48 @@ def _check_checkpoints(model: nn.Module, checkpoints: object) -> None:
         raise ValueError(f"the model has no module {unknown[0]!r} to cut at: {remedy}")
 
 
-def _check_call(model: nn.Module, sample: Batch) -> None:
-    """Without a loss function all of the sample goes to the model: a target is one argument too many."""
-    if not isinstance(sample, tuple | list):
+def _check_loss(loss_fn: object) -> None:
+    if loss_fn is None:
         return
+    rule = "loss_fn must be a function of what the model gives and of the target"
+    if not callable(loss_fn):
+        raise TypeError(f"{rule}, got {shown(loss_fn)}: give for example torch.nn.functional.mse_loss.")
+    problem = _mismatch(loss_fn, None, None)
+    if problem is not None:
+        raise TypeError(f"{rule}, got one that does not take two arguments ({problem}).")
+
+
+def _check_call(model: nn.Module, sample: Batch, *, has_loss: bool) -> None:
+    """Whether the model's forward takes what it will be given; the call itself would fail in torch's words."""
+    if has_loss and (not isinstance(sample, tuple | list) or len(sample) != 2):
+        return  # which is refused when the model is fed
+    inputs = sample[0] if has_loss else sample
+    if isinstance(inputs, Mapping):
+        problem = _mismatch(model.forward, **inputs)
+        how = f"the keywords {', '.join(map(str, inputs))}"
+    else:
+        parts = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+        problem = _mismatch(model.forward, *parts)
+        how = f"{len(parts)} argument{'' if len(parts) == 1 else 's'}"
+    if problem is None:
+        return
+    if has_loss:
+        what = "with the inputs of the sample, which is (inputs, target)"
+        remedy = "A dict of inputs becomes keywords, a tuple arguments, and anything else is the only argument."
+    else:
+        what = "with all of the sample, for there is no loss_fn"
+        remedy = "Give loss_fn if the sample is (inputs, target), or what the forward takes."
+    raise TypeError(f"the model is called {what}: {how}, which its forward does not take ({problem}). {remedy}")
+
+
+def _mismatch(function: Callable[..., Any], /, *given: Any, **named: Any) -> TypeError | None:
+    """Why a function cannot be called so; None if it can, or does not tell."""
     try:
-        signature = inspect.signature(model.forward)
+        signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return  # some forwards do not tell
+        return None
     try:
-        signature.bind(*sample)
+        signature.bind(*given, **named)
     except TypeError as error:
-        raise TypeError(
-            f"without loss_fn the model is called with all of the sample, got {len(sample)} parts, which its forward "
-            f"does not take ({error}). Give loss_fn if the sample is (inputs, target), or what the forward takes."
-        ) from error
+        return error
+    return None

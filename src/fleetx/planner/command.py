@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 _SLOW = (
     "There is no GPU here: measuring on the CPU, whose speed and memory are not a GPU's. A large model takes many "
-    "minutes; a smaller --seq-len or --image-size is measured sooner."
+    "minutes"
 )
+_SOONER = "; a smaller --seq-len or --image-size is measured sooner"
 
 
 def plan_command(
@@ -22,15 +23,15 @@ def plan_command(
         str | None, typer.Argument(help="module:function that returns (model, sample) or (model, sample, loss_fn).")
     ] = None,
     app: Annotated[str | None, typer.Option(help="An application: resnet50, bert_base or bert_large.")] = None,
-    seq_len: Annotated[int, typer.Option(min=8, help="Tokens per sample of a BERT.")] = 512,
-    image_size: Annotated[int, typer.Option(min=32, help="Pixels per side of an image.")] = 224,
+    seq_len: Annotated[int | None, typer.Option(min=8, help="Tokens per sample of a BERT; 512 if not given.")] = None,
+    image_size: Annotated[int | None, typer.Option(min=32, help="Pixels per side of an image; 224.")] = None,
     global_batch: Annotated[int | None, typer.Option(min=1, help="Samples that one update sees.")] = None,
     memory: Annotated[str | None, typer.Option(help="What the device may reserve: 32GiB, or bytes.")] = None,
     host_memory: Annotated[str | None, typer.Option(help="What offload may use of the host.")] = None,
     one_forward: Annotated[bool, typer.Option(help="Keep the batch whole.")] = False,
     compile: Annotated[bool, typer.Option(help="Plan for compiled segments.")] = False,
     bf16: Annotated[bool, typer.Option(help="Train in bfloat16 autocast.")] = True,
-    verify: Annotated[bool, typer.Option(help="Run the plan once, and plan anew if it takes more.")] = False,
+    verify: Annotated[bool, typer.Option(help="Run micro-batches, and plan anew if they take more or less.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     picture: Annotated[Path | None, typer.Option(help="Draw memory over the step, and memory against speed.")] = None,
     out: Annotated[Path | None, typer.Option(help="Save the plan as JSON.")] = None,
@@ -45,19 +46,21 @@ def plan_command(
 
     if (maker is None) == (app is None):
         raise typer.BadParameter("give a model as module:function, or an application with --app; one of them.")
+    if app is None and (seq_len, image_size) != (None, None):
+        raise typer.BadParameter("--seq-len and --image-size are for --app: a model of yours comes with its sample.")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if app is not None and app not in APPLICATIONS:
         raise typer.BadParameter(f"--app must be one of {', '.join(APPLICATIONS)}, got {app!r}.")
     device_memory, offloaded = _amount(memory), _amount(host_memory)
     budget = _checked_budget(torch.device(device), device_memory, offloaded)
     _check_paths(out, picture)
-    made: tuple[Any, ...] = application(app, seq_len, image_size) if app is not None else _made(str(maker))
+    made: tuple[Any, ...] = application(app, seq_len or 512, image_size or 224) if app else _made(str(maker))
     model, sample, loss_fn = (*made, None)[:3]
     model = model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     _require_room_for_weights(model, optimizer, budget)
     if device == "cpu":
-        typer.echo(_SLOW, err=True)
+        typer.echo(f"{_SLOW}{_SOONER if app else ''}.", err=True)
     try:
         plan = planner.plan(
             model,
@@ -93,11 +96,13 @@ def _checked_budget(device: "torch.device", memory: int | str | None, host_memor
     from fleetx.planner.budget import budget_on
     from fleetx.units import parse_bytes
 
+    option = "--host-memory"
     try:
         parse_bytes(host_memory or 0)
+        option = "--memory"
         return budget_on(device, memory)[0]
     except ValueError as error:
-        raise typer.BadParameter(f"--memory and --host-memory: {error}") from error
+        raise typer.BadParameter(f"{option}: {error}") from error
 
 
 def _check_paths(out: Path | None, picture: Path | None) -> None:

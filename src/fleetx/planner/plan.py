@@ -89,7 +89,7 @@ class Plan:
     device: str = ""
     notes: tuple[str, ...] = field(default=())
     moments: tuple[Moment, ...] = ()  # of a real step, if one was watched cut by cut
-    fingerprint: str = ""  # of the modules that were planned, if that is known
+    fingerprint: str = ""  # of the model that was planned, if that is known
     # What it took to measure, plan and verify; 0 if that is not known. Plans are the same however long they took.
     planning_seconds: float = field(default=0.0, compare=False)
 
@@ -128,8 +128,8 @@ class Plan:
         )
 
     def of(self, model: nn.Module) -> "Plan":
-        """The same plan, which from now on refuses models whose planned modules have other parameters."""
-        return replace(self, fingerprint=fingerprint_of(model, self.names))
+        """The same plan, which from now on refuses models with other parameters."""
+        return replace(self, fingerprint=fingerprint_of(model))
 
     def segments(self) -> list[Segment]:
         """What `fleetx.memory.apply` is to be given.
@@ -165,14 +165,12 @@ class Plan:
         """
         if not isinstance(model, nn.Module):
             raise TypeError(f"a plan is put on an nn.Module, not on a {type(model).__name__}: give the planned model.")
-        cuts = find_cuts(model, _segments(self.names, self.states))
-        if self.fingerprint and fingerprint_of(model, self.names) != self.fingerprint:
+        if self.fingerprint and fingerprint_of(model) != self.fingerprint:
             raise ValueError(
-                "a plan is put on the model that it was made for, got another one: its modules "
-                f"{self.names[0]!r} … {self.names[-1]!r} have other parameters, or other shapes. Give the planned "
-                "model, or make a plan for this one."
+                "a plan is put on the model that it was made for, got another one: its parameters have other names or "
+                "shapes. Give the planned model, or make a plan for this one."
             )
-        return cuts
+        return find_cuts(model, _segments(self.names, self.states))
 
     def _nothing_on(self, model: nn.Module, cuts: Cuts) -> Applied:
         if applied_to(model) is not None:
@@ -228,10 +226,9 @@ class Plan:
         return as_text(self)
 
 
-def fingerprint_of(model: nn.Module, names: Sequence[str]) -> str:
-    """Of the modules with these names: what their parameters are called, and their shapes."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    facts = [(name, [(n, list(p.shape)) for n, p in modules[name].named_parameters()]) for name in names]
+def fingerprint_of(model: nn.Module) -> str:
+    """What its parameters are called, and their shapes."""
+    facts = [(name, list(parameter.shape)) for name, parameter in model.named_parameters()]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 

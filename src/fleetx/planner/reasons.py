@@ -62,5 +62,14 @@ def _repeats(search: Search, found: Found) -> str:
     away = sum(state.home == "host" for state in states)
     if not again and not away:
         return "all activations are kept"
-    said = [f"{again} of {len(states)} segments are computed again"] if again else []
-    return " and ".join([*said, *([f"{away} wait on the host"] if away else [])])
+    said = []
+    if again:
+        said.append("all segments are" if again == len(states) else f"{again} of {len(states)} segments {_be(again)}")
+        said[0] += " computed again"
+    if away:
+        said.append(f"{away} {'waits' if away == 1 else 'wait'} on the host")
+    return " and ".join(said)
+
+
+def _be(count: int) -> str:
+    return "is" if count == 1 else "are"

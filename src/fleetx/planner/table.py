@@ -96,6 +96,9 @@ def _run(names: list[str]) -> str:
     varying = [i for i, column in enumerate(columns) if len(set(column)) > 1]
     if len(varying) != 1 or varying[0] % 2 == 0:
         return ""
+    numbers = [int(number) for number in columns[varying[0]]]
+    if numbers != sorted(numbers):
+        return ""
     first, last = columns[varying[0]][0], columns[varying[0]][-1]
     return "".join([*parts[0][: varying[0]], f"{first}–{last}", *parts[0][varying[0] + 1 :]])
 
@@ -106,7 +109,7 @@ def as_text(plan: Plan) -> str:
     if plan.k_steps == 1:
         head = f"{batch}: one forward of {plan.micro_batch:,}"
     else:
-        head = f"{batch}: micro-batch {plan.micro_batch:,} × {plan.k_steps:,} merged"
+        head = f"{batch}: micro-batch {plan.micro_batch:,} × {plan.k_steps:,} merged{_shorter(plan)}"
     of_budget = f"{format_bytes(plan.peak)} of {format_bytes(plan.memory)}"
     lines = [
         f"Plan for {plan.device or 'a device'}{', compiled' if plan.compile else ''}",
@@ -152,14 +155,26 @@ def _how_long(plan: Plan) -> str:
     return f"  The planner took {_seconds(plan.planning_seconds)}: {parts}."
 
 
+def _shorter(plan: Plan) -> str:
+    """Where the batch cannot be cut evenly, some slices have a sample less."""
+    count = plan.micro_batch * plan.k_steps - plan.global_batch
+    return f", {count:,} of them with {plan.micro_batch - 1:,}" if count else ""
+
+
 def _status(plan: Plan) -> str:
     if plan.measured is None:
         return "Predicted, not yet verified by a real step."
     peak, seconds = plan.measured
+    speed = f": {plan.global_batch / seconds:,.1f} samples/s" if seconds else ""
     return (
-        f"Verified: a real step took {format_bytes(peak)} ({peak / plan.peak - 1:+.1%}) and {_seconds(seconds)} "
-        f"({seconds / plan.seconds - 1:+.1%})."
+        f"Verified: a real step took {format_bytes(peak)} ({_difference(peak / plan.peak)}) and {_seconds(seconds)} "
+        f"({_difference(seconds / plan.seconds)}){speed}."
     )
+
+
+def _difference(ratio: float) -> str:
+    text = f"{ratio - 1:+.1%}"
+    return "as predicted" if text.strip("+-") == "0.0%" else text
 
 
 def _count(segments: int) -> str:

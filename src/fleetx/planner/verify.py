@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -159,7 +160,13 @@ def until_verified(
         one = one.having_learned(times=1 + attempt)  # more each time: another plan is wrong by another amount
         tried.append(one)
         profile = one.profile if one.took_more else profile.corrected(plan.micro_batch, one.peak - plan.peak_of_trial)
-    return min(tried, key=lambda one: one[:2]).verified(first_peak)
+    best = min(tried, key=lambda one: one[:2])
+    found = best.verified(first_peak)
+    less = 1 - best.peak / best.plan.peak_of_trial
+    if less <= TOLERANCE:
+        return found
+    note = f"real micro-batches took {less:.1%} less memory than predicted, after all that was tried."
+    return found._replace(plan=replace(found.plan, notes=(*found.plan.notes, note)))
 
 
 class Tried(NamedTuple):
