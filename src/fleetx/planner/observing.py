@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fleetx.memory.states import Save
 from fleetx.memory.structures import tensors_in
@@ -26,6 +27,14 @@ class Mark(NamedTuple):
     peak: int = 0  # since the mark before
     passing: int = 0  # bytes of the output, or of its gradient, that is handed over here
     sent: int = 0  # to the host so far
+    fleeting: int = 0  # bytes of arguments that only whoever called the module still holds
+
+
+class _Argument(NamedTuple):
+    """Memory that a module was given."""
+
+    memory: StorageWeakRef
+    size: int
 
 
 @dataclass(eq=False)
@@ -37,6 +46,14 @@ class Step:
     turn: Mark | None = None
     backward: dict[int, Mark] = field(default_factory=dict)
     end: Mark | None = None
+    arguments: list[_Argument] = field(default_factory=list)  # of the module at whose end the last mark was made
+
+    def settle(self) -> None:
+        """At the next mark it shows what of the last one's arguments was there for the call only."""
+        if self.arguments:
+            gone = sum(one.size for one in self.arguments if one.memory.expired())
+            self.forward[-1] = self.forward[-1]._replace(fleeting=gone)
+            self.arguments = []
 
 
 class Watch:
@@ -69,6 +86,7 @@ class Watch:
                 loss = self.feeding.loss(batch)
             finally:
                 self._step = None  # segments that are repeated are not marked
+            step.settle()
             step.turn = self._mark()
             loss.backward()
             step.end = self._mark()
@@ -98,18 +116,21 @@ class Watch:
             if step is None:
                 return
 
-            def end(_module: nn.Module, _args: Any, output: Any) -> None:
+            def end(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
                 handle.remove()
                 if len(step.forward) != number:  # it ran before, or one that comes first did not
                     return
+                step.settle()
                 given = [t for t in tensors_in(output) if t.requires_grad]
-                size = sum({t.untyped_storage().data_ptr(): _size(t) for t in given}.values())
-                step.forward.append(self._mark(size))
+                sizes = {t.untyped_storage().data_ptr(): _size(t) for t in given}
+                step.forward.append(self._mark(sum(sizes.values())))
+                if self.meter is not None:
+                    step.arguments = _arguments(tensors_in((args, kwargs)), besides=set(sizes))
                 if given:
                     given[0].register_hook(partial(self._arrived, step, number))
 
             # Only now, so that it is the last of all hooks: what ends a segment is done by then.
-            handle = module.register_forward_hook(end)
+            handle = module.register_forward_hook(end, with_kwargs=True)
 
         return begin
 
@@ -117,6 +138,12 @@ class Watch:
         """The gradient of a cut's output is there: the segment's backward begins."""
         if number not in step.backward:
             step.backward[number] = self._mark(_size(gradient))
+
+
+def _arguments(tensors: Sequence[Tensor], besides: set[int]) -> list[_Argument]:
+    """The memory of these tensors, but for those places."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.layout is torch.strided}
+    return [_Argument(StorageWeakRef(s), s.nbytes()) for place, s in storages.items() if place not in besides]
 
 
 def _size(tensor: Tensor) -> int:
@@ -169,6 +196,8 @@ def bytes_of(step: Step, count: int, save: Save = "everything", here: Bytes | No
     assert step.end is not None
     base = step.start.bytes
     after, before = _filled(step.forward, count), _backward_marks(step, count)
+    if here is None:  # on the host, what is there for a while is known from the marks that follow
+        after = [mark._replace(bytes=mark.bytes - mark.fleeting) for mark in after]
     sent = _sent_by_each(step.start, after)
     entering = [0, *(mark.passing for mark in after[:-1])] if count else []
     leaving = _still_leaving(sent, entering, save)
@@ -192,8 +221,19 @@ def bytes_of(step: Step, count: int, save: Save = "everything", here: Bytes | No
         forward_bytes=[max(0, after[i].peak - base - below[i] - _previous(leaving, i)) for i in range(count)],
         # While one is repeated, the one before is being fetched.
         backward_bytes=[max(0, peaks[i] - base - met[i] - _previous(sent, i)) for i in range(count)],
-        tail_bytes=max(0, max(step.turn.peak, tail_peak) - base - below[-1]),
+        tail_bytes=max(0, max(_peak_of_turn(step), tail_peak) - base - below[-1]),
     )
+
+
+def _peak_of_turn(step: Step) -> int:
+    """Of the tail's forward, without what was there for the last call only.
+
+    If that was more than the tail took, this is the least that the tail took; it shows in other states, which keep it.
+    """
+    assert step.turn is not None
+    if step.forward and step.turn.peak <= step.forward[-1].bytes:
+        return max(step.turn.bytes, step.turn.peak - step.forward[-1].fleeting)
+    return step.turn.peak
 
 
 def _previous(values: list[int], number: int) -> int:
