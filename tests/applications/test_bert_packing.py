@@ -48,6 +48,7 @@ def test_holes_in_a_sequence_are_left_out_too():
     assert_same(losses_and_gradients(batch, unpad=True), losses_and_gradients(batch))
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*Function.*should not be instantiated:DeprecationWarning")
 def test_a_compiled_model_takes_any_number_of_tokens_with_one_compilation():
     from torch._dynamo.utils import counters

@@ -22,6 +22,7 @@ def test_causes_are_named(tmp_path):
     assert [trial["kind"] for trial in first(trials, len(kinds))] == kinds
 
 
+@pytest.mark.full
 def test_a_run_with_faults_ends_as_if_undisturbed(tmp_path):
     first(scenarios.long_run(tmp_path, random.Random(2), faults=4, workers=2), 4)
 

@@ -128,6 +128,7 @@ def test_bert(tmp_path, compiled):
     assert arrays[0] == arrays[1]
 
 
+@pytest.mark.full
 @tiers
 def test_resnet_lars(tmp_path, compiled):
     steps = 40

@@ -406,6 +406,7 @@ for number in range(6000):
 """
 
 
+@pytest.mark.full
 def test_a_signal_waits_for_a_worker_that_is_late_in_its_first_step(script, tmp_path):
     """It has not asked yet, and would die of the signal; then the others could not save."""
     asks = "if fleet.stop_requested(): print('saves and leaves'); break"
@@ -477,6 +478,7 @@ with multiprocessing.get_context("fork").Pool(2) as pool:
 """
 
 
+@pytest.mark.full
 def test_processes_that_a_script_forks_still_die_of_signals(script):
     done = start(script(POOL), timeout=60)
     assert done.returncode == 0  # and nobody is said to have been asked to leave

@@ -7,7 +7,7 @@ from tests.memory.comparing import STATES, assert_exact, cycled
 from tests.memory.zoo import MODELS
 
 pytestmark = pytest.mark.filterwarnings("ignore:::torch")  # of a compiler that looks at everything
-FEW = [("vit", "mixed"), pytest.param("resnet", "inputs-host", marks=pytest.mark.full)]
+FEW = [("lstm", "mixed"), pytest.param("resnet", "inputs-host", marks=pytest.mark.full)]
 
 
 @pytest.fixture(autouse=True)

@@ -218,7 +218,7 @@ def test_build_takes_what_makes_a_model():
         static.build(dict)
 
 
-@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.full)], ids=["eager", "compiled"])
 def test_a_skipped_window_is_told_once(compile, caplog, monkeypatch):
     monkeypatch.setattr("fleetx.notices._told", set())
     exe, main = static.Executor(), program(compile=compile)

@@ -115,7 +115,7 @@ def lamb():
     return fleet.DistributedStrategy(lamb=True)
 
 
-@pytest.mark.parametrize(("strategy", "graphs"), [(lars, 3), (lamb, 1)])
+@pytest.mark.parametrize(("strategy", "graphs"), [pytest.param(lars, 3, marks=pytest.mark.full), (lamb, 1)])
 def test_layer_wise_optimizers_are_compiled_at_most_twice(strategy, graphs, told):
     """Equal to the eager ones, too: what compiling reorders is far below the tolerance here."""
 
@@ -134,6 +134,7 @@ def test_layer_wise_optimizers_are_compiled_at_most_twice(strategy, graphs, told
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.full
 def test_more_programs_than_torch_compiles_of_one_function_are_all_compiled():
     exe = static.Executor()
     for _ in range(10):
