@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fleetx.applications import own_kernels
-from fleetx.applications.packed_attention import RANDOM_WORDS, dropout_threshold, keep_probability
+from fleetx.applications.packed_attention import dropout_threshold, keep_probability, random_words
 
 _FEWEST_ROWS = 1024  # below, all that counts is how soon the next kernel starts
 _ROWS, _COLUMNS = 4, 1024  # that a program reads at once, at most
@@ -50,9 +50,9 @@ class CheapDropout(nn.Dropout):
 
 def draw_words(input: Tensor) -> Tensor:
     """A random word for each row, and behind these one for each column: the last dimension."""
-    width, half = input.shape[-1], RANDOM_WORDS // 2
+    width = input.shape[-1]
     rows = input.numel() // width if width else 0
-    return torch.randint(-half, half, (rows + width,), dtype=torch.int32, device=input.device)
+    return random_words((rows + width,), input.device)
 
 
 def thinned(input: Tensor, words: Tensor, dropout: float) -> Tensor:

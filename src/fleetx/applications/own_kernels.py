@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fleetx.numbers import LOW_PRECISION
 
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def can_take(input: Tensor) -> bool:
@@ -17,7 +17,7 @@ def can_take(input: Tensor) -> bool:
 
     To be asked before anything else: the compiler would guard other questions about the tensor.
     """
-    if torch.compiler.is_compiling() or not (_HAS_TRITON and input.is_cuda):
+    if torch.compiler.is_compiling() or not (HAS_TRITON and input.is_cuda):
         return False
     return input.dtype in LOW_PRECISION and type(input) is Tensor and not _is_traced() and not _is_transformed()
 

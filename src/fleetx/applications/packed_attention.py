@@ -6,7 +6,6 @@ operators of their own, into which it does not look; what dropout needs is drawn
 of torch's generator gives the same zeros, also when a checkpoint computes a layer again.
 """
 
-import importlib.util
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +14,10 @@ import torch
 from torch import Tensor
 
 from fleetx.applications.bert_packing import Packing, packed_attention
-from fleetx.applications.own_kernels import on_device_of
+from fleetx.applications.own_kernels import HAS_TRITON, on_device_of
 from fleetx.numbers import LOW_PRECISION
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None and torch.version.hip is None
+IS_POSSIBLE = HAS_TRITON and torch.version.hip is None
 """And a device of NVIDIA's: a line of the kernels is written in its assembly language."""
 WIDTHS = (16, 32, 64, 128)
 GRANULE = 64
@@ -92,6 +91,11 @@ def pitch_for(longest: int) -> int:
 def draw_words(sequences: int, heads: int, longest: int, dropout: float, device: torch.device) -> Tensor:
     """The random words of one layer's dropout, from torch's generator of the device; none without dropout."""
     size = (sequences, heads, GRANULE + pitch_for(longest)) if dropout else (0,)
+    return random_words(size, device)
+
+
+def random_words(size: tuple[int, ...], device: torch.device) -> Tensor:
+    """Words of 32 bits, from torch's generator of the device."""
     half = RANDOM_WORDS // 2
     return torch.randint(-half, half, size, dtype=torch.int32, device=device)
 
@@ -324,7 +328,7 @@ packed_attention_op.register_autograd(_gradient, setup_context=_keep)
 
 def has_kernels_for(projected: Tensor) -> bool:
     """Whether the kernels serve such tensors."""
-    return HAS_TRITON and projected.is_cuda and projected.dtype in LOW_PRECISION and projected.shape[-1] in WIDTHS
+    return IS_POSSIBLE and projected.is_cuda and projected.dtype in LOW_PRECISION and projected.shape[-1] in WIDTHS
 
 
 def attend(qkv: Tensor, packing: Packing, dropout: float) -> Tensor:

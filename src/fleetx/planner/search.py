@@ -102,20 +102,19 @@ class Outlook:
         before = np.cumsum(kept.min(axis=1)) - kept.min(axis=1)
         if (before + np.maximum(first, second).min(axis=1)).max() > room:
             return math.inf
-        options = self._options(micro_batch, forward, around.tail_forward_seconds)
-        sent = self._sent.at(micro_batch).reshape(self._shape)
+        sent = at(self._sent).reshape(self._shape)
+        options = self._options(micro_batch, sent, forward, around.tail_forward_seconds)
         most = room - around.tail_bytes - around.gradients_from[-1]
         return seconds + rough_bound_with_cap(options, kept, most, sent, self._cap)
 
-    def _options(self, micro_batch: int, forward: Floats, tail: float) -> Floats:
+    def _options(self, micro_batch: int, sent: Floats, forward: Floats, tail: float) -> Floats:
         """Seconds of each, with what the forward waits for its copy, which may take as long as the next segment."""
         seconds = self._seconds.at(micro_batch).reshape(self._shape)
         seconds = np.maximum(seconds, self._launches - forward[:, None])
         if self._bandwidth <= 0:
             return np.where(self._is_away, math.inf, seconds)
-        copying = self._sent.at(micro_batch).reshape(self._shape) / self._bandwidth
         windows = np.append(forward[1:], tail)
-        return seconds + np.maximum(0.0, copying - windows[:, None])
+        return seconds + np.maximum(0.0, sent / self._bandwidth - windows[:, None])
 
 
 class _Lines:

@@ -33,6 +33,7 @@ def verify(plan: Plan, feeding: Feeding, sample: Batch) -> Plan:
     """
     batch = placed(resized(sample, plan.micro_batch), feeding.device)
     on_gpu = feeding.device.type == "cuda"
+    predicted = sum(point.seconds for point in plan.timeline)
     if on_gpu:
         torch.cuda.empty_cache()  # what others left in the allocator is not this plan's
     applied = plan.apply(feeding.model)
@@ -53,7 +54,7 @@ def verify(plan: Plan, feeding: Feeding, sample: Batch) -> Plan:
             finally:
                 watch.remove()
             # By the prediction, which all workers share: they must run equally often.
-            if on_gpu and sum(point.seconds for point in plan.timeline) < _SHORT:
+            if on_gpu and predicted < _SHORT:
                 took = _seconds_in_a_row(plan, feeding, batch)
     finally:
         applied.remove()
@@ -73,7 +74,7 @@ def verify(plan: Plan, feeding: Feeding, sample: Batch) -> Plan:
         # With what is not there yet, such as the optimizer's state; and with what the allocator keeps between blocks.
         peak = max(peak, base + torch.cuda.max_memory_reserved(feeding.device))
     micro_batches = plan.global_batch / plan.micro_batch  # the last of them may have a sample less
-    rest = plan.seconds - micro_batches * sum(point.seconds for point in plan.timeline)
+    rest = plan.seconds - micro_batches * predicted
     return plan.with_measurement(peak, took * micro_batches + max(0.0, rest), moments)
 
 
