@@ -11,7 +11,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from fleetx.bench import plan as bench
-from fleetx.bench.planning import grid
+from fleetx.bench.planning import grid, running
 from fleetx.bench.planning.cases import CASES, KIB, TINY_CASES, Case, Trained
 from fleetx.bench.planning.measuring import compared, key_of, said_of
 from fleetx.bench.planning.running import Ran, Runner
@@ -20,6 +20,9 @@ from fleetx.bench.planning.unet import UNet
 from fleetx.cli import app
 from fleetx.planner import road
 from fleetx.planner.chain import State
+from fleetx.planner.feeding import Feeding
+from fleetx.planner.making import plan_for
+from fleetx.planner.profile import measure
 from fleetx.units import format_bytes
 from tests.planner.profiles import transformer
 
@@ -200,3 +203,21 @@ def test_every_case_has_three_budgets_and_the_small_ones_run():
         assert trained.sample is not None
     assert UNet(4, 2)(torch.randn(1, 3, 16, 16)).shape == (1, 1, 16, 16)
     assert State("inputs") in grid._every(4, 2, State("inputs"))
+
+
+def test_shorter_slices_are_run_in_proportion(monkeypatch):
+    """Else 7 slices of 3 samples would pass for 21 samples where the batch has 16."""
+    model, sizes = nn.Linear(2, 2), []
+    model.register_forward_pre_hook(lambda _module, args: sizes.append(len(args[0])))
+    feeding, sample = Feeding(model), (torch.randn(5, 2),)
+    plan = plan_for(
+        measure(feeding, sample, [], bandwidth=0.0, cached=False), memory=2**30, global_batch=16, k_steps=7, curve=False
+    )
+    sizes.clear()
+    runner = Runner(feeding, sample, torch.optim.SGD(model.parameters(), lr=0.1))
+    times = iter([*range(4), *(10 * number for number in range(9)), *range(100, 110)])
+    monkeypatch.setattr(running.time, "perf_counter", lambda: float(next(times)))
+    monkeypatch.setattr(running, "_SECONDS", 6.0)
+    ran = runner.run(plan, None)
+    assert sizes[2:8] == [3, 3, 2, 2, 2, 2]  # after two to warm up, six of seven
+    assert ran.samples_per_s == pytest.approx(16 / (7 * 10 + 10))

@@ -13,10 +13,11 @@ from fleetx import fleet, memory
 from fleetx.fleet import planning as planning_module
 from fleetx.fleet.consumption import Consumption, Taken
 from fleetx.notices import _told
-from fleetx.planner import cache, road, verify
+from fleetx.planner import cache, road
 from fleetx.planner.costs import Line
 from fleetx.planner.fitting import DoesNotFit
 from fleetx.planner.plan import Plan, fingerprint_of
+from fleetx.planner.tryout import Tryout
 from fleetx.planner.verify import Verified
 from fleetx.units import parse_bytes
 from tests.fleet.planned import (
@@ -124,7 +125,7 @@ def test_the_notes_of_a_plan_are_told_once_and_in_the_words_of_a_strategy(caplog
 def test_a_time_far_off_is_noted_and_its_profile_is_forgotten(factor, is_kept, monkeypatch, tmp_path, caplog):
     _told.clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(verify, "verify", lambda plan, *_: plan.with_measurement(plan.peak, plan.seconds * factor))
+    monkeypatch.setattr(Tryout, "run", lambda _, plan: plan.with_measurement(plan.peak, plan.seconds * factor))
     model, optimizer = prepared(strategy({}))
     by_step(model, optimizer, batches(1))
     assert len(list(cache.folder().iterdir())) == is_kept
@@ -133,7 +134,7 @@ def test_a_time_far_off_is_noted_and_its_profile_is_forgotten(factor, is_kept, m
 
 
 def test_a_doubt_about_times_stays_with_plans_that_are_made_later(monkeypatch):
-    monkeypatch.setattr(verify, "verify", lambda plan, *_: plan.with_measurement(plan.peak, plan.seconds * 2))
+    monkeypatch.setattr(Tryout, "run", lambda _, plan: plan.with_measurement(plan.peak, plan.seconds * 2))
     monkeypatch.setattr(planning_module, "allowed", lambda plan: 0)
     model, optimizer = prepared(strategy({"memory_budget": "20MiB"}))
     by_step(model, optimizer, batches(2))
@@ -169,7 +170,7 @@ def test_the_curve_of_a_plan_is_asked_once_however_many_plans_are_tried(monkeypa
     monkeypatch.setattr(
         planning_module, "plan_for", lambda *a, **k: asked.append(k.get("curve", True)) or made(*a, **k)
     )
-    monkeypatch.setattr(verify, "verify", lambda plan, *_: plan.with_measurement(int(plan.peak * 1.1), plan.seconds))
+    monkeypatch.setattr(Tryout, "run", lambda _, plan: plan.with_measurement(int(plan.peak * 1.1), plan.seconds))
     model, optimizer = prepared(strategy({"memory_budget": "4MiB"}))
     by_step(model, optimizer, batches(1))
     assert optimizer.plan.curve
@@ -245,7 +246,7 @@ def half_blind(measure):
     return measured
 
 
-def trusting(profile, feeding, sample, make, largest):
+def trusting(profile, _tryout, make, _largest):
     """No trial before the first update."""
     plan = make(profile)
     return Verified(plan, profile, plan.peak)

@@ -10,7 +10,7 @@ import fleetx as X
 from fleetx import fleet
 from fleetx.doctor.examining import examine
 from fleetx.planner.feeding import Feeding
-from fleetx.planner.verify import verify
+from fleetx.planner.tryout import Tryout
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:TensorFloat32")]
 MIB = 2**20
@@ -97,7 +97,7 @@ def test_the_predicted_peak_is_what_the_allocator_reserves(share, one_forward):
     most = X.plan(model, sample, optimizer=optimizer, one_forward=True, loss_fn=nn.functional.mse_loss, global_batch=96)
     memory = int(most.peak * share)
     first = X.plan(model, sample, optimizer=optimizer, memory=memory, **settings)
-    checked = verify(first, Feeding(model, nn.functional.mse_loss), sample)
+    checked = Tryout(Feeding(model, nn.functional.mse_loss), sample).run(first)
     # Blocks are large beside a budget this small: what is allowed for gaps between them may not be needed.
     assert 0.9 * first.peak <= checked.measured.peak <= 1.05 * first.peak
     plan = X.plan(model, sample, optimizer=optimizer, memory=memory, verify=True, **settings)
@@ -127,7 +127,7 @@ def test_a_budget_that_the_device_does_not_have_is_lowered_and_said_so():
 def test_compiled_segments_are_planned():
     model, (sample, *_) = make(), batches(1)
     plan = X.plan(model, sample, loss_fn=nn.functional.mse_loss, memory="1GiB", global_batch=64, compile=True)
-    checked = verify(plan, Feeding(model, nn.functional.mse_loss), sample)
+    checked = Tryout(Feeding(model, nn.functional.mse_loss), sample).run(plan)
     assert checked.measured.peak <= 1.05 * plan.memory
     # Not those of a device that waits for the host; other programs on the same device make steps longer, not shorter.
     assert plan.seconds <= 1.5 * checked.measured.seconds

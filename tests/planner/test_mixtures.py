@@ -12,7 +12,7 @@ from fleetx.planner.chain import State, evaluate
 from fleetx.planner.feeding import Feeding
 from fleetx.planner.making import plan_for
 from fleetx.planner.profile import measure
-from fleetx.planner.verify import verify
+from fleetx.planner.tryout import Tryout
 
 STATES = (State("everything"), State("inputs"), State("dear"))
 CUTS = ["down1", "down2", "up2", "up1"]
@@ -62,5 +62,5 @@ def test_mixtures_take_what_is_predicted(measured, before, last):
         cost = evaluate(chain, choice)
         states = tuple(stage.options[number].state for stage, number in zip(chain.stages, choice, strict=True))
         mixed = replace(plan, states=states, timeline=cost.points, peak=cost.peak, fixed_bytes=chain.fixed_bytes)
-        real = verify(mixed, feeding, sample).measured.peak
+        real = Tryout(feeding, sample).run(mixed).measured.peak
         assert 0.99 * real <= cost.peak <= 1.06 * real, [state.save for state in states]

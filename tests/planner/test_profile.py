@@ -26,9 +26,10 @@ from fleetx.planner.solve import least_memory
 from fleetx.planner.timing import Seconds, Timing, _timed
 from fleetx.planner.tracing import trace
 from fleetx.planner.trials import MOST_SAMPLES, Trials
+from fleetx.planner.tryout import Tryout
 from fleetx.planner.untouched import Before, untouched
 from fleetx.planner.updating import cost_of_update
-from fleetx.planner.verify import until_verified, verify
+from fleetx.planner.verify import until_verified
 from fleetx.strategy import DistributedStrategy
 from tests.memory.zoo import Gpt, UNet, ViT
 
@@ -69,7 +70,7 @@ def test_the_predicted_peak_is_that_of_a_real_step(make):
     for share in (0.0, 0.5, 1.0):
         memory = int(least + share * (most - least))
         plan = plan_for(profile, memory=memory, global_batch=batch, one_forward=True, curve=False)
-        verified = verify(plan, feeding, sample)
+        verified = Tryout(feeding, sample).run(plan)
         # Times choose the states: with some on the host the peak may be overrated, but not underrated.
         assert 0.9 * plan.peak <= verified.measured.peak <= 1.05 * plan.peak, (share, plan.states)
         assert max(moment.peak for moment in verified.moments) == verified.measured.peak
@@ -102,14 +103,14 @@ def test_a_plan_that_takes_more_than_predicted_is_made_anew_until_it_fits():
         made.append(plan_for(profile, memory=memory, global_batch=120, curve=False))
         return made[-1]
 
-    plan, corrected, first_peak, *_ = until_verified(half_blind(profile), feeding, sample, make)
+    plan, corrected, first_peak, *_ = until_verified(half_blind(profile), Tryout(feeding, sample), make)
     assert 1 < len(made) <= 4
     assert first_peak == made[0].peak
     assert made[0].micro_batch > 8 >= plan.micro_batch
     assert plan.measured.peak <= memory * 1.03
     assert corrected.unexplained.per_sample > 0
     assert plan.peak_by_kind["unexplained"] > 0
-    exact = until_verified(profile, feeding, sample, make).plan
+    exact = until_verified(profile, Tryout(feeding, sample), make).plan
     assert exact.measured.peak == pytest.approx(exact.peak, rel=0.03)
 
 
@@ -141,7 +142,7 @@ def test_a_plan_that_takes_less_than_predicted_makes_room_for_a_faster_one(state
         made.append(plan_for(profile, memory=memory, global_batch=batch, one_forward=one_forward, curve=False))
         return made[-1]
 
-    plan = until_verified(with_kept(profile, 1.3), feeding, sample, make).plan
+    plan = until_verified(with_kept(profile, 1.3), Tryout(feeding, sample), make).plan
     assert 1 < len(made) <= 4
     assert plan.seconds < made[0].seconds
     assert plan.micro_batch > made[0].micro_batch or plan.states.count(FEW_STATES[1]) < made[0].states.count(
@@ -156,7 +157,7 @@ def test_shortcuts_across_segments_are_within_a_few_percent_where_memory_is_not_
     most = plan_for(profile, memory=2**40, global_batch=16, one_forward=True, curve=False).peak
     for memory in (int(most * 0.9), most):
         plan = plan_for(profile, memory=memory, global_batch=16, one_forward=True, curve=False)
-        verified = verify(plan, feeding, sample)
+        verified = Tryout(feeding, sample).run(plan)
         assert verified.measured.peak <= plan.peak * 1.1
 
 
@@ -680,5 +681,5 @@ def test_copies_of_weights_that_autocast_makes_do_not_hide_what_samples_take():
     assert max(again) < 1.1 * min(again)
     plan = plan_for(profile, memory=2**40, global_batch=64, one_forward=True, curve=False)
     frugal = replace(plan, states=(State("inputs"),) * len(plan.states))
-    taken = verify(frugal, feeding, sample).measured.peak
+    taken = Tryout(feeding, sample).run(frugal).measured.peak
     assert taken == pytest.approx(least_memory(profile.chain(64, merged=False)), rel=0.1)

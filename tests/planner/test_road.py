@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from fleetx.planner import cache, verify
+from fleetx.planner import cache
 from fleetx.planner.feeding import Feeding
 from fleetx.planner.fitting import DoesNotFit
 from fleetx.planner.making import plan_for
 from fleetx.planner.plan import Plan, fingerprint_of
 from fleetx.planner.road import Road, with_curve
+from fleetx.planner.tryout import Tryout
 from tests.planner.profiles import transformer
 
 make = partial(plan_for, memory=2**20, global_batch=4, curve=False)
@@ -25,7 +26,7 @@ def started(**settings):
 
 def taking(monkeypatch, factor):
     """A real step takes so many times the predicted seconds."""
-    monkeypatch.setattr(verify, "verify", lambda plan, *_: plan.with_measurement(plan.peak, plan.seconds * factor))
+    monkeypatch.setattr(Tryout, "run", lambda _, plan: plan.with_measurement(plan.peak, plan.seconds * factor))
 
 
 def test_a_plan_that_is_not_tried_is_the_first_prediction():
@@ -70,10 +71,10 @@ def test_close_plans_race_where_times_can_be_told(monkeypatch, races, wins):
     first = asked(profile)
     places = [first.k_steps, *(one.k_steps for one in first.runners_up)]
 
-    def tried(plan, *_):
+    def tried(_tryout, plan):
         return plan.with_measurement(plan.peak, plan.seconds * (1.2 if plan.k_steps == first.k_steps else 1.0))
 
-    monkeypatch.setattr(verify, "verify", tried)
+    monkeypatch.setattr(Tryout, "run", tried)
     monkeypatch.setattr(Plan, "of", lambda plan, _model: plan)
     assert road.first_plan([["0"]], asked).plan.k_steps == places[wins]
 

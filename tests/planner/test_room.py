@@ -1,5 +1,7 @@
 """Measuring where memory is scarce, or is so on another worker only: what is tried, what is left out, what is said."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -14,7 +16,8 @@ from fleetx.planner.observing import Watch
 from fleetx.planner.profile import measure
 from fleetx.planner.timing import Timing, kinds_of
 from fleetx.planner.tracing import Trace, trace
-from fleetx.planner.trials import Trials
+from fleetx.planner.trials import Pinned, Trials
+from fleetx.planner.tryout import Tryout
 from fleetx.slicing import batch_size
 
 INPUTS = State("inputs")
@@ -273,15 +276,36 @@ def test_frozen_segments_are_of_another_kind():
     assert len(set(kinds_of(trace(Feeding(model), sample), CUTS))) == 3  # the first one is given no gradient to pass on
 
 
-def test_host_memory_of_one_trial_serves_the_next(monkeypatch):
-    arenas = []
-    keep = Trials._keep_arena
+@pytest.fixture
+def arenas(monkeypatch):
+    """The host memory that is given back after each trial."""
+    seen = []
+    take_back = Pinned.take_back
 
-    def kept(trials, applied):
-        keep(trials, applied)
-        arenas.append(trials._arena)
+    def taken_back(pinned, applied):
+        take_back(pinned, applied)
+        seen.append(pinned._arena)
 
-    monkeypatch.setattr(Trials, "_keep_arena", kept)
+    monkeypatch.setattr(Pinned, "take_back", taken_back)
+    return seen
+
+
+def test_host_memory_of_one_trial_serves_the_next(arenas):
     measured(bandwidth=1e9)
     assert len({id(arena) for arena in arenas if arena is not None}) == 1
     assert arenas[-1].in_use == 0
+
+
+def test_plans_that_are_tried_share_host_memory(arenas):
+    model, sample = linears()
+    feeding = Feeding(model)
+    profile = measure(feeding, sample, CUTS, bandwidth=1e9, cached=False)
+    arenas.clear()
+    plan = plan_for(profile, memory=2**40, global_batch=4, curve=False)
+    sending = replace(plan, states=(State("inputs", "host"), *plan.states[1:]), host_bytes=1)
+    tryout = Tryout(feeding, sample)
+    for one in (plan, sending, plan, sending):
+        tryout.run(one)
+    assert arenas[0] is None
+    assert len({id(arena) for arena in arenas[1:]}) == 1
+    assert arenas[-1].reserved > arenas[-1].in_use == 0

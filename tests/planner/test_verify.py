@@ -7,15 +7,19 @@ import torch
 from torch import nn
 
 import fleetx
-from fleetx.planner import cache, verify
+from fleetx.planner import cache, tryout, verify
+from fleetx.planner.costs import Line
 from fleetx.planner.feeding import Feeding
 from fleetx.planner.fitting import DoesNotFit
 from fleetx.planner.making import plan_for
+from fleetx.planner.observing import Watch
 from fleetx.planner.plan import Moment
+from fleetx.planner.profile import measure
+from fleetx.planner.tryout import Tryout
 from tests.planner.profiles import transformer
 
 GIB = 2**30
-FEEDING = Feeding(nn.Linear(2, 2))
+TRYOUT = Tryout(Feeding(nn.Linear(2, 2)), None)
 
 
 def plans(*seconds):
@@ -35,17 +39,17 @@ def taking(monkeypatch, *took):
     """Each trial takes so many bytes and seconds; None: it runs out of memory."""
     left = list(took)
 
-    def tried(plan, _feeding, _sample):
+    def tried(_tryout, plan):
         one = left.pop(0)
         if one is None:
             raise torch.OutOfMemoryError("out of memory")
         return plan.with_measurement(*one)
 
-    monkeypatch.setattr(verify, "verify", tried)
+    monkeypatch.setattr(Tryout, "run", tried)
 
 
 def found(make, largest=int):
-    return verify.until_verified(transformer(4), FEEDING, None, make, largest).plan
+    return verify.until_verified(transformer(4), TRYOUT, make, largest).plan
 
 
 def test_a_plan_within_the_budget_is_kept_if_no_further_one_is_possible(monkeypatch):
@@ -72,7 +76,7 @@ def test_the_same_plan_is_not_tried_again_but_says_what_is_known(monkeypatch, pa
     base = make(transformer(4))
     moments = (Moment("end", "backward", GIB, 2 * GIB),)
     taking(monkeypatch, (int(base.peak * part), 5.0, moments))  # a second trial would fail
-    plan, profile, first_peak, *_ = verify.until_verified(transformer(4), FEEDING, None, make)
+    plan, profile, first_peak, *_ = verify.until_verified(transformer(4), TRYOUT, make)
     assert first_peak == base.peak
     assert plan.states == base.states
     assert plan.peak == pytest.approx(plan.measured.peak, rel=rest)
@@ -92,7 +96,7 @@ def test_an_update_that_was_not_tried_is_still_predicted(monkeypatch):
     assert base.peak_by_kind["update"] == 4 * GIB
     assert base.peak_of_trial < 0.9 * base.peak
     taking(monkeypatch, (base.peak_of_trial, 5.0))
-    assert verify.until_verified(profile, FEEDING, None, make).plan.peak == base.peak
+    assert verify.until_verified(profile, TRYOUT, make).plan.peak == base.peak
 
 
 @pytest.mark.parametrize("took", [None, (17 * GIB, 5.0)])
@@ -132,7 +136,7 @@ def test_what_differed_is_allowed_for_in_the_next_plan(monkeypatch, part, sign):
         heard.append(profile)
         return make(profile)
 
-    chosen = verify.until_verified(transformer(4), FEEDING, None, listening)
+    chosen = verify.until_verified(transformer(4), TRYOUT, listening)
     before, after = (profile.chain(1).fixed_bytes for profile in heard)
     assert (after - before) * sign > 0
     assert chosen.plan.seconds == 4
@@ -143,7 +147,7 @@ def test_a_plan_that_took_less_goes_with_the_profile_that_it_was_made_of(monkeyp
     """With the corrected one the same plan would pass for a smaller one, when memory runs out."""
     base, make = plans(5)
     taking(monkeypatch, (int(base.peak * 0.8), 5.0))
-    assert verify.until_verified(transformer(4), FEEDING, None, make).profile == transformer(4)
+    assert verify.until_verified(transformer(4), TRYOUT, make).profile == transformer(4)
 
 
 def test_a_plan_that_ran_out_of_memory_comes_last(monkeypatch):
@@ -175,7 +179,7 @@ def test_workers_whose_trials_differ_take_the_same_plan(monkeypatch):
 
 @pytest.mark.parametrize(("factor", "is_kept"), [(1.0, True), (1.4, True), (1.6, False), (0.5, False)])
 def test_a_time_far_off_is_noted_and_its_profile_is_forgotten(monkeypatch, factor, is_kept):
-    monkeypatch.setattr(verify, "verify", lambda plan, *_: plan.with_measurement(plan.peak, plan.seconds * factor))
+    monkeypatch.setattr(Tryout, "run", lambda _, plan: plan.with_measurement(plan.peak, plan.seconds * factor))
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
     plan = fleetx.plan(model, (torch.randn(2, 4),), memory="1MiB", bandwidth=0.0, verify=True)
     assert len(list(cache.folder().iterdir())) == is_kept
@@ -185,9 +189,27 @@ def test_a_time_far_off_is_noted_and_its_profile_is_forgotten(monkeypatch, facto
 def test_what_other_budgets_would_give_is_asked_once_however_many_plans_are_tried(monkeypatch):
     asked, made = [], fleetx.planner.plan_for
     monkeypatch.setattr(fleetx.planner, "plan_for", lambda *a, **k: asked.append(k.get("curve", True)) or made(*a, **k))
-    monkeypatch.setattr(verify, "verify", lambda plan, *_: plan.with_measurement(int(plan.peak * 1.1), plan.seconds))
+    monkeypatch.setattr(Tryout, "run", lambda _, plan: plan.with_measurement(int(plan.peak * 1.1), plan.seconds))
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
     plan = fleetx.plan(model, (torch.randn(2, 4),), memory="1MiB", bandwidth=0.0, verify=True)
     assert plan.curve
     assert asked.count(True) == 1
     assert asked.count(False) >= 1
+
+
+def test_the_time_of_an_update_counts_slices_that_are_shorter_but_take_as_long(monkeypatch):
+    """Where the device waits for launches, 8 slices of which most are a sample shorter take as long as 8 whole ones."""
+    torch.manual_seed(0)
+    model, sample = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), (torch.randn(3, 4),)
+    feeding = Feeding(model)
+    profile = replace(
+        measure(feeding, sample, ["0"], bandwidth=0.0, cached=False),
+        tail_forward_seconds=Line(1.0, 0.0),
+        tail_backward_seconds=Line(1.0, 0.0),
+        update_seconds=3.0,
+    )
+    plan = plan_for(profile, memory=2**30, global_batch=17, k_steps=8, curve=False)
+    assert plan.update_seconds == 3.0
+    step_of = Watch.step
+    monkeypatch.setattr(tryout, "_timed", lambda watch, batch, meter=None: (4.0, step_of(watch, batch, meter)))
+    assert Tryout(feeding, sample).run(plan).measured.seconds == pytest.approx(8 * 4 + 3, rel=1e-3)

@@ -83,6 +83,7 @@ def plan_for(
         curve=_curve(search, memory, best) if curve else (),
         timeline=cost.points,
         fixed_bytes=chain.fixed_bytes,
+        update_seconds=profile.update_seconds,
         device=profile.device,
         notes=notes(profile, best, gap, words),
     )

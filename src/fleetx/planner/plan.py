@@ -20,6 +20,7 @@ from fleetx.planner.chain import Point, State
 FORMAT, VERSION = "fleetx.plan", 1
 _COUNTS = {"micro_batch": 1, "k_steps": 1, "global_batch": 1, "memory": 0, "peak": 0, "host_bytes": 0, "fixed_bytes": 0}
 _RATES = ("seconds", "samples_per_s")
+_RATES_SINCE = ("update_seconds", "planning_seconds")  # that older plans have not
 
 
 class RunnerUp(NamedTuple):
@@ -86,6 +87,7 @@ class Plan:
     curve: tuple[Purchase, ...] = ()
     timeline: tuple[Point, ...] = ()
     fixed_bytes: int = 0
+    update_seconds: float = 0.0  # of the optimizer
     device: str = ""
     notes: tuple[str, ...] = field(default=())
     moments: tuple[Moment, ...] = ()  # of a real step, if one was watched cut by cut
@@ -267,7 +269,7 @@ def _require_figures(values: Mapping[str, Any]) -> None:
     for name, least in _COUNTS.items():
         if type(values[name]) is not int or values[name] < least:
             raise ValueError(f"{name} must be a whole number, {least} or more, got {shown(values[name])}")
-    rates = {name: values[name] for name in _RATES} | {"planning_seconds": values.get("planning_seconds", 0.0)}
+    rates = {name: values[name] for name in _RATES} | {name: values.get(name, 0.0) for name in _RATES_SINCE}
     for name, rate in rates.items():
         if type(rate) not in (int, float) or not 0 <= rate < math.inf:
             raise ValueError(f"{name} must be a number, 0 or more, got {shown(rate)}")

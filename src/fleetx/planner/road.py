@@ -14,6 +14,7 @@ from fleetx.planner.fitting import DoesNotFit, first_that_fits
 from fleetx.planner.plan import Plan
 from fleetx.planner.profile import key_of, measure
 from fleetx.planner.racing import fastest_in_reality
+from fleetx.planner.tryout import Tryout
 from fleetx.planner.verify import Make, Tried, Verified, doubt_about_time, tried_out, until_verified
 from fleetx.slicing import Batch
 
@@ -74,25 +75,27 @@ class Road:
         `complete` adds to a profile what only this training has. The plan refuses other models.
         """
 
+        tryout = Tryout(self.feeding, self.sample)
+
         def attempt(cuts: Sequence[str]) -> Verified:
             profile = complete(self.profile_at(cuts))
             if verify:
-                tried = until_verified(profile, self.feeding, self.sample, make, self.largest)
-                return self._with_doubt(self._fastest(tried, make), cuts)
+                tried = until_verified(profile, tryout, make, self.largest)
+                return self._with_doubt(self._fastest(tried, make, tryout), cuts)
             plan = make(profile)
             return Verified(plan, profile, plan.peak)
 
         found = first_that_fits(ways, attempt)
         return found._replace(plan=found.plan.of(self.feeding.model))
 
-    def _fastest(self, tried: Verified, make: Make) -> Verified:
+    def _fastest(self, tried: Verified, make: Make, tryout: Tryout) -> Verified:
         """The fastest in reality of this plan and those that were predicted to be almost as fast."""
         races = self.feeding.device.type == "cuda" if self.races is None else self.races
         if not races:
             return tried
 
         def run(plan: Plan) -> Tried:
-            return tried_out(plan, tried.profile, self.feeding, self.sample, self.largest)
+            return tried_out(plan, tried.profile, tryout, self.largest)
 
         return fastest_in_reality(tried, make, run, self._slowest)
 

@@ -43,7 +43,7 @@ class Trials:
         self.everywhere = everywhere
         self.on_gpu = feeding.device.type == "cuda"
         self._compilations: Any = None
-        self._arena: HostArena | None = None
+        self._pinned = Pinned(feeding.device)
 
     def uncompiled(self) -> "Trials":
         """The same without the compiler."""
@@ -67,7 +67,7 @@ class Trials:
             watch.remove()
             if applied is not None:
                 applied.remove()
-                self._keep_arena(applied)
+                self._pinned.take_back(applied)
             wait_for(self.feeding.device)  # what is still being copied would count with the next trial
 
     def metered(self, watch: Watch, batch: Batch) -> Step:
@@ -103,12 +103,24 @@ class Trials:
         applied = memory.apply(self.feeding.model, segments, **options)
         experience = applied.experience
         experience.compilations = self._compilations = self._compilations or experience.compilations
-        if self._arena is not None:
-            experience.offloader = Offloader(self.feeding.device, arena=self._arena)
+        self._pinned.lend_to(applied)
         return applied
 
-    def _keep_arena(self, applied: Applied) -> None:
-        """Pinning host memory takes time: what one trial had serves the next."""
+
+class Pinned:
+    """Host memory of a model's trials: pinning takes time, so what one of them had serves the next."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._arena: HostArena | None = None
+
+    def lend_to(self, applied: Applied) -> None:
+        """Before its first step."""
+        if self._arena is not None:
+            applied.experience.offloader = Offloader(self._device, arena=self._arena)
+
+    def take_back(self, applied: Applied) -> None:
+        """After its last one."""
         if applied.experience.offloader is not None:
             self._arena = applied.experience.offloader.arena
 

@@ -1,7 +1,6 @@
-"""One real step with a plan: what it takes, beside what was predicted; and a new plan, if that was something else."""
+"""A plan is tried, and made anew if what it took was not what was predicted."""
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple, Protocol
@@ -9,101 +8,13 @@ from typing import NamedTuple, Protocol
 import torch
 
 from fleetx.planner.costs import Profile
-from fleetx.planner.feeding import Feeding, placed, resized
 from fleetx.planner.fitting import DoesNotFit
-from fleetx.planner.meter import Meter, meter_for
-from fleetx.planner.observing import Step, Watch
-from fleetx.planner.plan import Moment, Plan
-from fleetx.planner.trials import steps_before, wait_for
-from fleetx.planner.untouched import untouched
-from fleetx.slicing import Batch
+from fleetx.planner.plan import Plan
+from fleetx.planner.tryout import Tryout
 
 TOLERANCE = 0.03
 MOST_PLANS = 3
-_SHORT = 1.0  # seconds: of what takes longer, one micro-batch is enough to time
-_IN_A_ROW = 3
 FAR_OFF = 1.5  # times the predicted seconds, or less than these by as much
-
-
-def verify(plan: Plan, feeding: Feeding, sample: Batch) -> Plan:
-    """Run micro-batches of the plan's size for real: the plan with its measurement, and the memory at each cut.
-
-    The model is left as it was, without the plan. The time is that of one sample times all of them, and what the plan
-    predicts for everything else.
-    """
-    batch = placed(resized(sample, plan.micro_batch), feeding.device)
-    on_gpu = feeding.device.type == "cuda"
-    predicted = sum(point.seconds for point in plan.timeline)
-    if on_gpu:
-        torch.cuda.empty_cache()  # what others left in the allocator is not this plan's
-    applied = plan.apply(feeding.model)
-    try:
-        with untouched(feeding.model, feeding.loss_fn, sample, gradients=not plan.gradients_come_late):
-            watch = Watch(feeding, plan.names)
-            try:
-                for _ in range(steps_before(sends=plan.host_bytes > 0, is_compiled=plan.compile)):
-                    _forget_late_gradients(plan, feeding)
-                    watch.step(batch)
-                _forget_late_gradients(plan, feeding)
-                took = 0.0
-                if not on_gpu:  # where bytes are counted one by one, that takes time
-                    took, _ = _timed(watch, batch)
-                    _forget_late_gradients(plan, feeding)
-                counted, step = _timed(watch, batch, meter_for(feeding.device))
-                took = took or counted
-            finally:
-                watch.remove()
-            # By the prediction, which all workers share: they must run equally often.
-            if on_gpu and predicted < _SHORT:
-                took = _seconds_in_a_row(plan, feeding, batch)
-    finally:
-        applied.remove()
-    assert step.turn is not None
-    assert step.end is not None
-    # What is allowed for is not there: it shows in what the allocator reserves.
-    allowances = sum(plan.peak_by_kind.get(kind, 0) for kind in ("unexplained", "gaps"))
-    base = plan.fixed_bytes - allowances - step.start.bytes
-    names = plan.names[: len(step.forward)]
-    marks = [(name, "forward", mark) for name, mark in zip(names, step.forward, strict=True)]
-    marks.append(("tail", "forward", step.turn))
-    marks += [(plan.names[i], "backward", step.backward[i]) for i in sorted(step.backward, reverse=True)]
-    marks.append(("end", "backward", step.end))
-    moments = tuple(Moment(name, phase, base + mark.bytes, base + mark.peak) for name, phase, mark in marks)
-    peak = max(moment.peak for moment in moments)
-    if on_gpu:
-        # With what is not there yet, such as the optimizer's state; and with what the allocator keeps between blocks.
-        peak = max(peak, base + torch.cuda.max_memory_reserved(feeding.device))
-    micro_batches = plan.global_batch / plan.micro_batch  # the last of them may have a sample less
-    rest = plan.seconds - micro_batches * predicted
-    return plan.with_measurement(peak, took * micro_batches + max(0.0, rest), moments)
-
-
-def _timed(watch: Watch, batch: Batch, meter: Meter | None = None) -> tuple[float, Step]:
-    wait_for(watch.feeding.device)
-    began = time.perf_counter()
-    step = watch.step(batch, meter)
-    wait_for(watch.feeding.device)
-    return time.perf_counter() - began, step
-
-
-def _seconds_in_a_row(plan: Plan, feeding: Feeding, batch: Batch) -> float:
-    """Of a micro-batch, one of some that follow each other as in a training: the host is ahead, if it can be."""
-    ends = []
-    for _ in range(1 + _IN_A_ROW):  # before the first one the device had nothing to do
-        _forget_late_gradients(plan, feeding)
-        with torch.enable_grad():
-            feeding.loss(batch).backward()
-        ends.append(torch.cuda.Event(enable_timing=True))
-        ends[-1].record()
-    wait_for(feeding.device)
-    return ends[0].elapsed_time(ends[-1]) / 1e3 / _IN_A_ROW
-
-
-def _forget_late_gradients(plan: Plan, feeding: Feeding) -> None:
-    """As an optimizer's zero_grad() does before an only micro-batch."""
-    if plan.gradients_come_late:
-        for parameter in feeding.model.parameters():
-            parameter.grad = None
 
 
 class Make(Protocol):
@@ -124,13 +35,7 @@ class Verified(NamedTuple):
     prefer: int | None = None  # its micro-batches, if it was not predicted to be the fastest
 
 
-def until_verified(
-    profile: Profile,
-    feeding: Feeding,
-    sample: Batch,
-    make: Make,
-    largest: Callable[[int], int] = int,
-) -> Verified:
+def until_verified(profile: Profile, tryout: Tryout, make: Make, largest: Callable[[int], int] = int) -> Verified:
     """Make a plan and run it; if its memory was not as predicted, allow for that and plan again.
 
     At most three times anew; the same plan is not run twice, but has the new figures. The fastest of those that were
@@ -151,7 +56,7 @@ def until_verified(
         # All workers were given the same plans, and so all find the same one again, or none.
         known = next((one for one in tried if _is_same(plan, one.plan)), None)
         if known is None:
-            one = tried_out(plan, profile, feeding, sample, largest)
+            one = tried_out(plan, profile, tryout, largest)
         else:
             tried.remove(known)
             one = known.with_figures_of(plan, profile)
@@ -203,9 +108,9 @@ class Tried(NamedTuple):
         return Verified(plan, self.profile, first_peak, self.beyond)
 
 
-def tried_out(plan: Plan, profile: Profile, feeding: Feeding, sample: Batch, largest: Callable[[int], int]) -> Tried:
+def tried_out(plan: Plan, profile: Profile, tryout: Tryout, largest: Callable[[int], int]) -> Tried:
     """The plan after a real step, the same on all workers."""
-    ran, peak = _ran(plan, feeding, sample)
+    ran, peak = _ran(plan, tryout)
     peak = largest(peak)
     beyond = math.inf if largest(int(not ran.verified)) else max(0.0, peak / plan.memory - 1)
     return Tried(beyond, plan.seconds, peak, ran, profile)
@@ -235,12 +140,12 @@ def is_as_predicted(plan: Plan, peak: int) -> bool:
     return plan.peak_of_trial * (1 - TOLERANCE) <= peak <= allowed(plan)
 
 
-def _ran(plan: Plan, feeding: Feeding, sample: Batch) -> tuple[Plan, int]:
+def _ran(plan: Plan, tryout: Tryout) -> tuple[Plan, int]:
     """The plan after a step, and its peak; unverified, and with more than there is, if memory ran out."""
     try:
-        ran = verify(plan, feeding, sample)
+        ran = tryout.run(plan)
     except torch.OutOfMemoryError:
-        if feeding.device.type == "cuda":
+        if tryout.on_gpu:
             torch.cuda.empty_cache()
         return plan, int(plan.memory * 1.1)
     assert ran.measured is not None

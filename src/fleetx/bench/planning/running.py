@@ -4,6 +4,7 @@ import gc
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,44 @@ class Ran(NamedTuple):
         return {name: value for name, value in self._asdict().items() if name != "failed"}
 
 
+class _Seconds(NamedTuple):
+    """Of an update: its first micro-batch, each further one, and the optimizer."""
+
+    first: float
+    later: float
+    update: float
+
+
+class _Clock:
+    """Tells how long the device took between marks."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self.on_gpu = on_gpu
+        self._marks: list[Any] = []
+        if on_gpu:
+            torch.cuda.synchronize()
+
+    def mark(self) -> None:
+        """The device has come here, once it has done all that was asked of it so far."""
+        if not self.on_gpu:
+            self._marks.append(time.perf_counter())
+            return
+        self._marks.append(torch.cuda.Event(enable_timing=True))
+        self._marks[-1].record()
+
+    def seconds(self) -> list[float]:
+        """Between one mark and the next."""
+        if not self.on_gpu:
+            return [end - begin for begin, end in pairwise(self._marks)]
+        torch.cuda.synchronize()
+        return [begin.elapsed_time(end) / 1e3 for begin, end in pairwise(self._marks)]
+
+
+def _spread(slices: list[Batch], count: int) -> list[Batch]:
+    """So many of them, the shorter ones in proportion."""
+    return [slices[number * len(slices) // count] for number in range(count)]
+
+
 class Runner:
     """A model in training, on which one plan after the other is tried."""
 
@@ -62,43 +101,53 @@ class Runner:
             self._free()
 
     def _run(self, plan: Plan, memory: int | None) -> Ran:
-        batch = placed(resized(self.sample, plan.micro_batch), self.feeding.device)
-        first, _ = self._update(batch, min(plan.k_steps, 2))
-        count = min(plan.k_steps, max(_FEWEST, min(_MOST, round(_SECONDS / first))))
+        slices = self._slices(plan)
+        first = self._update(slices[:2])
+        count = min(plan.k_steps, max(_FEWEST, min(_MOST, round(_SECONDS / first.later))))
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
         retried = self._retries()
-        micro, update = self._update(batch, count)
-        # The last slices may be shorter: what counts is samples, not slices.
-        speed = plan.k_steps * plan.micro_batch / (plan.k_steps * micro + update)
+        taken = self._update(_spread(slices, count))
+        speed = plan.global_batch / (taken.first + (plan.k_steps - 1) * taken.later + taken.update)
         if self.on_gpu:
             allocated, peak = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         else:
-            allocated = peak = self._counted(batch, min(count, 2), memory)
+            allocated = peak = self._counted(slices[: min(count, 2)], memory)
         return Ran(peak, speed, allocated, self._retries() - retried)
 
-    def _update(self, batch: Batch, count: int) -> tuple[float, float]:
-        """Merge some micro-batches and update; the seconds of a micro-batch, and those of the update.
+    def _slices(self, plan: Plan) -> list[Batch]:
+        """Those of an update: the last ones may be a sample shorter."""
+        longest = placed(resized(self.sample, plan.micro_batch), self.feeding.device)
+        shorter = plan.micro_batch * plan.k_steps - plan.global_batch
+        rest = [resized(longest, plan.micro_batch - 1)] * shorter if shorter else []
+        return [longest] * (plan.k_steps - shorter) + rest
 
-        Nobody waits between micro-batches, as in a training: the host is ahead of the device, if it can be.
+    def _update(self, slices: list[Batch]) -> "_Seconds":
+        """Merge micro-batches and update.
+
+        Nobody waits between micro-batches, as in a training: the host is ahead of the device, if it can be. Not in the
+        first one, before which it waited for the last update.
         """
         self.optimizer.zero_grad()
-        began = self._now()
-        for _ in range(count):
+        clock = _Clock(self.on_gpu)
+        clock.mark()
+        for batch in slices:
             self.feeding.loss(batch).backward()
-        merged = self._now()
+            clock.mark()
         self.optimizer.step()
-        return (merged - began) / count, self._now() - merged
+        clock.mark()
+        *micro, update = clock.seconds()
+        return _Seconds(micro[0], sum(micro[1:]) / (len(micro) - 1) if micro[1:] else micro[0], update)
 
     def _retries(self) -> int:
         return torch.cuda.memory_stats()["num_alloc_retries"] if self.on_gpu else 0
 
-    def _counted(self, batch: Batch, count: int, memory: int | None) -> int:
+    def _counted(self, slices: list[Batch], memory: int | None) -> int:
         """What one more update takes on a simulated device."""
         self.optimizer.zero_grad()
-        device = SimulatedDevice(memory or 2**60, self._resident(batch))
+        device = SimulatedDevice(memory or 2**60, self._resident(slices[0]))
         with device:
-            self._update(batch, count)
+            self._update(slices)
         return device.highest
 
     def _resident(self, batch: Batch) -> list[Tensor]:
@@ -110,11 +159,6 @@ class Runner:
 
     def _limited(self, memory: int | None) -> AbstractContextManager[None]:
         return _capped(memory) if self.on_gpu and memory is not None else nullcontext()
-
-    def _now(self) -> float:
-        if self.on_gpu:
-            torch.cuda.synchronize()
-        return time.perf_counter()
 
     def _free(self) -> None:
         self.optimizer.zero_grad()

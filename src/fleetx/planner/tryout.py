@@ -1,0 +1,121 @@
+"""Plans on a model for real: what a few micro-batches take, beside what was predicted."""
+
+import time
+
+import torch
+
+from fleetx.planner.feeding import Feeding, placed, resized
+from fleetx.planner.meter import Meter, meter_for
+from fleetx.planner.observing import Step, Watch
+from fleetx.planner.plan import Moment, Plan
+from fleetx.planner.trials import Pinned, steps_before, wait_for
+from fleetx.planner.untouched import untouched
+from fleetx.slicing import Batch
+
+_SHORT = 1.0  # seconds: of what takes longer, one micro-batch is enough to time
+_IN_A_ROW = 3
+
+
+class Tryout:
+    """A model on which one plan after the other is tried; it is left as it was, with none of them."""
+
+    def __init__(self, feeding: Feeding, sample: Batch) -> None:
+        self.feeding = feeding
+        self.sample = sample
+        self.on_gpu = feeding.device.type == "cuda"
+        self._pinned = Pinned(feeding.device)
+
+    def run(self, plan: Plan) -> Plan:
+        """The plan with what micro-batches of its size took, and the memory at each cut.
+
+        The time is that of an update: what was predicted for all its micro-batches, by as much more or less as these
+        took, and what was predicted for everything else.
+        """
+        batch = placed(resized(self.sample, plan.micro_batch), self.feeding.device)
+        if self.on_gpu:
+            torch.cuda.empty_cache()  # what others left in the allocator is not this plan's
+        applied = plan.apply(self.feeding.model)
+        self._pinned.lend_to(applied)
+        try:
+            with untouched(self.feeding.model, self.feeding.loss_fn, self.sample, gradients=False):
+                step, took = self._watched(plan, batch)
+                predicted = sum(point.seconds for point in plan.timeline)
+                # By the prediction, which all workers share: they must run equally often.
+                if self.on_gpu and predicted < _SHORT:
+                    took = self._seconds_in_a_row(plan, batch)
+        finally:
+            applied.remove()
+            self._pinned.take_back(applied)
+        moments, peak = self._memory(plan, step)
+        micro_batches = (plan.seconds - plan.update_seconds) / predicted if predicted else plan.k_steps
+        return plan.with_measurement(peak, took * micro_batches + plan.update_seconds, moments)
+
+    def _watched(self, plan: Plan, batch: Batch) -> tuple[Step, float]:
+        """A micro-batch that is like all that follow, and its seconds."""
+        watch = Watch(self.feeding, plan.names)
+        try:
+            for _ in range(steps_before(sends=plan.host_bytes > 0, is_compiled=plan.compile)):
+                self._make_room(plan)
+                watch.step(batch)
+            if self.on_gpu and not plan.gradients_come_late:
+                # The gradients of the next update come while activations go, and lie where these were: what the
+                # allocator has then is in more pieces than before.
+                self._free_gradients()
+                watch.step(batch)
+            took = 0.0
+            if not self.on_gpu:  # where bytes are counted one by one, that takes time
+                self._make_room(plan)
+                took, _ = _timed(watch, batch)
+            self._make_room(plan)
+            counted, step = _timed(watch, batch, meter_for(self.feeding.device))
+        finally:
+            watch.remove()
+        return step, took or counted
+
+    def _seconds_in_a_row(self, plan: Plan, batch: Batch) -> float:
+        """Of a micro-batch, one of some that follow each other as in a training: the host is ahead, if it can be."""
+        self._free_gradients()
+        ends = []
+        for _ in range(1 + _IN_A_ROW):  # before the first one the device had nothing to do
+            self._make_room(plan)
+            with torch.enable_grad():
+                self.feeding.loss(batch).backward()
+            ends.append(torch.cuda.Event(enable_timing=True))
+            ends[-1].record()
+        wait_for(self.feeding.device)
+        return ends[0].elapsed_time(ends[-1]) / 1e3 / _IN_A_ROW
+
+    def _memory(self, plan: Plan, step: Step) -> tuple[tuple[Moment, ...], int]:
+        """At each cut and at most, with what is not there yet, such as the optimizer's state."""
+        assert step.turn is not None
+        assert step.end is not None
+        # What is allowed for is not there: it shows in what the allocator reserves.
+        allowances = sum(plan.peak_by_kind.get(kind, 0) for kind in ("unexplained", "gaps"))
+        base = plan.fixed_bytes - allowances - step.start.bytes
+        names = plan.names[: len(step.forward)]
+        marks = [(name, "forward", mark) for name, mark in zip(names, step.forward, strict=True)]
+        marks.append(("tail", "forward", step.turn))
+        marks += [(plan.names[i], "backward", step.backward[i]) for i in sorted(step.backward, reverse=True)]
+        marks.append(("end", "backward", step.end))
+        moments = tuple(Moment(name, phase, base + mark.bytes, base + mark.peak) for name, phase, mark in marks)
+        peak = max(moment.peak for moment in moments)
+        if self.on_gpu:  # and with what the allocator keeps between blocks
+            peak = max(peak, base + torch.cuda.max_memory_reserved(self.feeding.device))
+        return moments, peak
+
+    def _make_room(self, plan: Plan) -> None:
+        """As an optimizer's zero_grad() does before an only micro-batch."""
+        if plan.gradients_come_late:
+            self._free_gradients()
+
+    def _free_gradients(self) -> None:
+        for parameter in self.feeding.model.parameters():
+            parameter.grad = None
+
+
+def _timed(watch: Watch, batch: Batch, meter: Meter | None = None) -> tuple[float, Step]:
+    wait_for(watch.feeding.device)
+    began = time.perf_counter()
+    step = watch.step(batch, meter)
+    wait_for(watch.feeding.device)
+    return time.perf_counter() - began, step
