@@ -241,3 +241,8 @@ def test_a_forward_without_a_backward_gives_its_memory_back():
 def test_synchronised_batch_norm_of_two_workers_equals_the_plain_run(tmp_path):
     start(ROOT / "tests/gpu/synchronised_norms.py", tmp_path, workers=2, launcher="torchrun")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
+def test_the_first_attention_of_a_process_is_repeated_as_it_was():
+    """It makes torch choose the order of its kernels: what was noted before that is another order."""
+    start(ROOT / "tests/gpu/first_attention.py", launcher=None)

@@ -1,6 +1,7 @@
 """What else decides how torch computes, beside inputs and modules: noted for a call, put back when it is repeated."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,8 @@ class Surroundings(NamedTuple):
     @classmethod
     def now(cls, kinds: tuple[str, ...]) -> "Surroundings":
         """The present ones, for these kinds of devices."""
+        if "cuda" in kinds:
+            _settle_attention()
         autocast = tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
         return cls(torch.is_grad_enabled(), autocast, _settings())
 
@@ -30,6 +33,13 @@ class Surroundings(NamedTuple):
             for set_to, now, before in zip(_SETTERS, present, self.settings, strict=True):
                 if now != before:
                     set_to(before)
+
+
+@cache
+def _settle_attention() -> None:
+    """The first attention of a process sets the order in which torch tries its kernels: not between call and repeat."""
+    anything = torch.empty(1, 1, 8, 8, dtype=torch.half, device="cuda")
+    torch._fused_sdp_choice(anything, anything, anything)
 
 
 def _determinism() -> tuple[bool, bool]:
