@@ -7,6 +7,7 @@ attribute holds, itself or in a tuple, list or dict, are looked after: no graph 
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,8 @@ _LONGEST = 256
 """Longer lists are not searched for tensors: they are vocabularies and the like, and a forward must not be slow."""
 
 Noted = dict[str, Any]
+Plain = dict[nn.Module, tuple[Noted, Noted]]
+"""Modules with nothing but plain values: all they held in their last forward, and what of it was noted."""
 
 
 @dataclass(eq=False)
@@ -81,16 +84,27 @@ class Attributes:
     pasts: list[Past] = field(default_factory=list)
 
     @classmethod
-    def of(cls, modules: list[nn.Module], is_copied: Callable[[nn.Module, str], bool]) -> "Attributes":
-        """As they are; `is_copied` says whose tensors a forward may write to."""
-        made = cls()
+    def of(
+        cls, modules: list[nn.Module], is_copied: Callable[[nn.Module, str], bool], known: Plain | None = None
+    ) -> "Attributes":
+        """As they are; `is_copied` says whose tensors a forward may write to. What is in `known` is not noted anew."""
+        made, known = cls(), {} if known is None else known
         for module in modules:
-            noted = {}
-            for name, value in vars(module).items():
+            present = vars(module)
+            before = known.get(module)
+            if before is not None and is_unchanged(present, before[0]):
+                made.held.append((module, before[1]))
+                continue
+            noted, is_plain = {}, True
+            for name, value in present.items():
                 if name not in _TORCHS_OWN:
-                    plain = type(value) in _PLAIN
-                    noted[name] = value if plain else made._noted(module, name, value, is_copied)
+                    if type(value) in _PLAIN:
+                        noted[name] = value
+                    else:
+                        noted[name], is_plain = made._noted(module, name, value, is_copied), False
             made.held.append((module, noted))
+            if is_plain:  # else what it holds would live on until the next forward
+                known[module] = present.copy(), noted
         return made
 
     def _noted(self, module: nn.Module, name: str, value: Any, is_copied: Callable[[nn.Module, str], bool]) -> Any:
@@ -130,6 +144,11 @@ class Attributes:
         """Make the modules' attributes what they were."""
         for module, noted in self.held:
             put_back(vars(module), noted)
+
+
+def is_unchanged(now: Noted, before: Noted) -> bool:
+    """Whether all attributes are the very same objects, also those of torch."""
+    return len(now) == len(before) and all(map(is_, now.values(), before.values())) and list(now) == list(before)
 
 
 def put_back(now: Noted, before: Noted) -> None:

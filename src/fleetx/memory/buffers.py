@@ -8,6 +8,7 @@ first forward, parameters and buffers by value: batch norms write theirs behind 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fleetx.memory import randomness
-from fleetx.memory.attributes import Attributes, has_same_values, put_back
+from fleetx.memory.attributes import Attributes, Plain, has_same_values, is_unchanged, put_back
 from fleetx.memory.statistics import is_counting
 from fleetx.memory.tape import pointer_of, version_of
 
@@ -37,26 +38,68 @@ class Slot(NamedTuple):
         getattr(self.owner, self.kind)[self.name] = tensor
 
 
-class Constant(NamedTuple):
-    """A parameter or buffer that a forward does not change."""
+@dataclass(eq=False)
+class Constants:
+    """Parameters and buffers that a forward does not change; in lists, since each forward asks for all of them."""
 
-    slot: Slot
-    tensor: Tensor
-    version: int
-    address: int  # 0 where there is none
+    slots: list[Slot]
+    tensors: list[Tensor]
+    versions: list[int]
+    addresses: list[int]  # 0 where there is none
+
+    @classmethod
+    def of(cls, slots: list[Slot]) -> "Constants":
+        """As they are."""
+        held = [(slot, tensor) for slot in slots if (tensor := slot.tensor) is not None]
+        tensors = [tensor for _, tensor in held]
+        return cls([slot for slot, _ in held], tensors, list(map(version_of, tensors)), list(map(_address, tensors)))
 
     @property
-    def is_unchanged(self) -> bool:
-        """Whether nobody wrote to it, or gave it other memory as `weight.data = ...` does."""
-        if version_of(self.tensor) != self.version:
-            return False
+    def are_unchanged(self) -> bool:
+        """Whether nobody wrote to them, or gave them other memory as `weight.data = ...` does."""
+        return list(map(version_of, self.tensors)) == self.versions and not self._moved()
+
+    @property
+    def are_the_same(self) -> bool:
+        """Whether nobody wrote to them or put others in their place."""
+        return self.are_unchanged and not self.replaced()
+
+    def changed(self) -> list[Slot]:
+        """Those that are not unchanged."""
+        written = [v != version_of(tensor) for tensor, v in zip(self.tensors, self.versions, strict=True)]
+        moved = self._moved()
+        return [slot for slot, is_written in zip(self.slots, written, strict=True) if is_written or slot in moved]
+
+    def replaced(self) -> list[tuple[Slot, Tensor]]:
+        """Those in whose place there is something else now, with what was there."""
+        return [
+            (slot, tensor) for slot, tensor in zip(self.slots, self.tensors, strict=True) if slot.tensor is not tensor
+        ]
+
+    def _moved(self) -> list[Slot]:
+        now = [t.data_ptr() if before else 0 for t, before in zip(self.tensors, self.addresses, strict=True)]
+        if now == self.addresses:
+            return []
         # Sharded ones lend their memory and take it back: then nothing can be said.
-        return not self.address or self.tensor.data_ptr() in (0, self.address)
+        both = zip(self.slots, now, self.addresses, strict=True)
+        return [slot for slot, present, before in both if present not in (0, before)]
 
-    @property
-    def is_the_same(self) -> bool:
-        """Whether nobody wrote to it or put another one in its place."""
-        return self.slot.tensor is self.tensor and self.is_unchanged
+
+class Held(NamedTuple):
+    """All that a module holds, as long as it holds the very same: in the next forward that need not be noted anew."""
+
+    modules: list[nn.Module]
+    names: list[str]
+    tensors: list[Tensor | None]
+    constants: Constants
+
+    def is_still(self, modules: list[nn.Module], names: list[str], tensors: list[Tensor | None]) -> bool:
+        """Whether nobody took something away, put something else there, or wrote to it."""
+        return (
+            (modules, names, len(tensors)) == (self.modules, self.names, len(self.tensors))
+            and all(map(is_, tensors, self.tensors))
+            and self.constants.are_unchanged
+        )
 
 
 @dataclass(eq=False)
@@ -66,6 +109,8 @@ class Known:
     changing: set[Slot] = field(default_factory=set)
     written: set[tuple[nn.Module, str]] = field(default_factory=set)  # attributes whose tensors are written to
     draws: bool = False  # from Python's or numpy's generator
+    plain: Plain = field(default_factory=dict)
+    held: Held | None = None
 
 
 @dataclass(eq=False)
@@ -74,7 +119,7 @@ class Snapshot:
 
     modules: list[nn.Module]  # itself and all in it
     copies: list[tuple[Slot, Tensor]]
-    constants: list[Constant]
+    constants: Constants
     attributes: Attributes
     random: Any
     weights: list[tuple[Slot, Tensor]] = field(default_factory=list)  # copies, as long as nothing is known
@@ -82,23 +127,23 @@ class Snapshot:
     @contextmanager
     def restored(self) -> Iterator[list[Tensor]]:
         """Inside, the module is as it was, with copies of its buffers, which are given; then as it is now."""
-        for constant in self.constants:
-            if not constant.is_unchanged:
-                raise RuntimeError(
-                    f"{constant.slot.name!r} of a {type(constant.slot.owner).__name__} was changed between the forward "
-                    "and the backward, so the segment cannot be repeated as it was. Change it inside of forward, or "
-                    "after the backward; or leave this module out of recompute."
-                )
-        replaced = [c for c in self.constants if c.slot.tensor is not c.tensor and pointer_of(c.tensor) is not None]
-        present = {slot: slot.tensor for slot in [slot for slot, _ in self.copies] + [c.slot for c in replaced]}
+        if not self.constants.are_unchanged:
+            slot = self.constants.changed()[0]
+            raise RuntimeError(
+                f"{slot.name!r} of a {type(slot.owner).__name__} was changed between the forward and the backward, so "
+                "the segment cannot be repeated as it was. Change it inside of forward, or after the backward; or "
+                "leave this module out of recompute."
+            )
+        replaced = [(slot, before) for slot, before in self.constants.replaced() if pointer_of(before) is not None]
+        present = {slot: slot.tensor for slot, _ in self.copies + replaced}
         attributes = [(vars(module), vars(module).copy()) for module in self.modules]
         random = None if self.random is None else randomness.python_state()
         shared: dict[int, Tensor] = {}
         try:
             for (slot, _), copy in zip(self.copies, _copies([copy for _, copy in self.copies]), strict=True):
                 slot.put(shared.setdefault(id(present[slot]), copy))
-            for constant in replaced:
-                constant.slot.put(constant.tensor)
+            for slot, before in replaced:
+                slot.put(before)
             self.attributes.put_back()
             if self.random is not None:
                 randomness.restore_python(self.random)
@@ -107,7 +152,8 @@ class Snapshot:
             for slot, tensor in present.items():
                 slot.put(tensor)
             for now, before in attributes:
-                put_back(now, before)
+                if not is_unchanged(now, before):
+                    put_back(now, before)
             if random is not None:
                 randomness.restore_python(random)
 
@@ -121,18 +167,17 @@ class Watch:
     def before(self, module: nn.Module) -> Snapshot:
         """The module as it is, as far as a forward may change it."""
         modules = modules_of(module)
-        buffers, parameters = _slots(modules, "_buffers"), _slots(modules, "_parameters")
         known = self._known.get(_key(modules))
         if known is None:
+            buffers, parameters = _slots(modules, "_buffers"), _slots(modules, "_parameters")
             attributes = Attributes.of(modules, lambda _owner, _name: True)
-            constants = _constants(buffers + parameters)
-            weights = _copied([c.slot for c in constants if c.slot.kind == "_parameters" and c.address])
+            constants = Constants.of(buffers + parameters)
+            there = zip(constants.slots, constants.addresses, strict=True)
+            weights = _copied([slot for slot, address in there if slot.kind == "_parameters" and address])
             return Snapshot(modules, _copied(buffers), constants, attributes, randomness.python_state(), weights)
-        copied = {slot: None for slot in buffers if slot in known.changing or is_counting(slot.owner)}
-        others = [slot for slot in buffers if slot not in copied] + parameters
-        attributes = Attributes.of(modules, lambda owner, name: (owner, name) in known.written)
+        attributes = Attributes.of(modules, lambda owner, name: (owner, name) in known.written, known.plain)
         random = randomness.python_state() if known.draws else None
-        return Snapshot(modules, _copied(list(copied)), _constants(others), attributes, random)
+        return Snapshot(modules, *_held(modules, known), attributes, random)
 
     def after(self, snapshot: Snapshot) -> Snapshot | None:
         """What must be kept of it; None if something changed that had not been seen to change before."""
@@ -142,12 +187,12 @@ class Watch:
             self._known[key] = known = _learned(snapshot)
             others = [slot for slot, _ in snapshot.copies if slot not in known.changing]
             snapshot.copies = [(slot, copy) for slot, copy in snapshot.copies if slot in known.changing]
-            snapshot.constants = _constants(others + _slots(snapshot.modules, "_parameters"))
+            snapshot.constants = Constants.of(others + _slots(snapshot.modules, "_parameters"))
             snapshot.attributes.drop_copies(but=known.written)
             snapshot.random = snapshot.random if known.draws else None
             snapshot.weights = []
             return snapshot
-        if known is not None and all(one.is_the_same for one in snapshot.constants) and snapshot.attributes.is_complete:
+        if known is not None and snapshot.constants.are_the_same and snapshot.attributes.is_complete:
             return snapshot
         self._known.pop(key, None)  # learn anew
         return None
@@ -173,12 +218,15 @@ def tensors_of(modules: Iterable[nn.Module], *kinds: str) -> list[Tensor]:
 
 def _has_same_parameters(snapshot: Snapshot) -> bool:
     """By value too: `weight.data.mul_(...)` leaves no other trace."""
-    parameters = [one for one in snapshot.constants if one.slot.kind == "_parameters"]
-    return all(one.is_the_same for one in parameters) and all(_is_same(s.tensor, copy) for s, copy in snapshot.weights)
+    differ = [*snapshot.constants.changed(), *(slot for slot, _ in snapshot.constants.replaced())]
+    if any(slot.kind == "_parameters" for slot in differ):
+        return False
+    return all(_is_same(slot.tensor, copy) for slot, copy in snapshot.weights)
 
 
 def _learned(snapshot: Snapshot) -> Known:
-    stayed = {one.slot for one in snapshot.constants if one.is_the_same}
+    constants = snapshot.constants
+    stayed = {*constants.slots} - {*constants.changed()} - {slot for slot, _ in constants.replaced()}
     return Known(
         {slot for slot, copy in snapshot.copies if slot not in stayed or not _is_same(slot.tensor, copy)},
         snapshot.attributes.written(),
@@ -190,9 +238,19 @@ def _slots(modules: list[nn.Module], kind: str) -> list[Slot]:
     return [Slot(one, kind, name) for one in modules for name, held in getattr(one, kind).items() if held is not None]
 
 
-def _constants(slots: list[Slot]) -> list[Constant]:
-    held = [(slot, slot.tensor) for slot in slots]
-    return [Constant(slot, tensor, version_of(tensor), _address(tensor)) for slot, tensor in held if tensor is not None]
+def _held(modules: list[nn.Module], known: Known) -> tuple[list[tuple[Slot, Tensor]], Constants]:
+    """Copies of what a forward changes, and everything else."""
+    places = [getattr(one, kind) for kind in ("_buffers", "_parameters") for one in modules]
+    names = [name for place in places for name in place]
+    tensors = [tensor for place in places for tensor in place.values()]
+    if known.held is not None and known.held.is_still(modules, names, tensors):
+        return [], known.held.constants
+    buffers, parameters = _slots(modules, "_buffers"), _slots(modules, "_parameters")
+    copied = {slot: None for slot in buffers if slot in known.changing or is_counting(slot.owner)}
+    constants = Constants.of([slot for slot in buffers if slot not in copied] + parameters)
+    if not copied:  # else what is replaced would live on until the next forward
+        known.held = Held(modules, names, tensors, constants)
+    return _copied(list(copied)), constants
 
 
 def _address(tensor: Tensor) -> int:

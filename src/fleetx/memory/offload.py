@@ -7,6 +7,7 @@ code copies at once, so that tests see its logic.
 """
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -112,10 +113,12 @@ class Offloader:
         self._by_storage: dict[int, weakref.ref[Parked]] = {}
         self._segments: dict[int, list[weakref.ref[Parked]]] = {}
         self._reached = -1  # the segment to which the backward came last
+        self._lead = 0  # how many segments ahead something is asked for, at most
 
     def park(self, tensor: Tensor, trip: Trip, *, at_once: bool = False) -> View:
         """Send the tensor's memory to the host. `at_once` holds the computation until it has left."""
         storage = tensor.untyped_storage()
+        self._lead = max(self._lead, trip.asked_for - trip.segment)
         parked = self._known(storage, tensor._version)
         if parked is None:
             parked = self._send(tensor, storage, trip)
@@ -169,7 +172,7 @@ class Offloader:
         if segment == self._reached:
             return
         self._reached = segment
-        for number in sorted((n for n in list(self._segments) if n <= segment), reverse=True):
+        for number in self._near(segment):
             for reference in list(self._segments.get(number, ())):  # it gets shorter as tensors are forgotten
                 parked = reference()
                 is_away = parked is not None and parked.back is None and parked.source is None
@@ -178,6 +181,12 @@ class Offloader:
                         self._bring(parked)
                     except torch.OutOfMemoryError:
                         return  # nobody needs it yet; there may be room when somebody does
+
+    def _near(self, segment: int) -> Iterable[int]:
+        """This segment and those before it that may have to ask now, the next one first."""
+        if self._lead < len(self._segments):  # not all of them, in each of them
+            return range(segment, segment - self._lead - 1, -1)
+        return sorted((number for number in list(self._segments) if number <= segment), reverse=True)
 
     def forget(self, parked: Parked) -> None:
         """A tensor that nobody can ask for any more: its memory is the next one's when no copy uses it any longer."""

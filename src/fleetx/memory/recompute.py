@@ -31,17 +31,8 @@ class Kept(NamedTuple):
     version: int
 
 
-class Look(NamedTuple):
-    """What a saved tensor looks like: it must look so again."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "Look":
-        """How this one looks."""
-        return cls(tensor.shape, tensor.dtype, tensor.device)
+Look = tuple[torch.Size, torch.dtype, torch.device]
+"""What a saved tensor looks like: it must look so again."""
 
 
 class Saved:
@@ -110,7 +101,7 @@ class Frame:
         """Autograd saves this tensor."""
         # Detached: an output of the operation that saves it knows the graph, which would then know itself.
         saved = Saved(self, len(self.looks), tensor.detach())
-        self.looks.append((Look.of(tensor), weakref.ref(saved)))
+        self.looks.append(((tensor.shape, tensor.dtype, tensor.device), weakref.ref(saved)))
         self.saved.append(saved)
         return saved
 
@@ -176,16 +167,25 @@ class Frame:
 
     def recomputed(self, number: int) -> Tensor:
         """A saved tensor, after the segment was repeated."""
-        task = torch._C._current_graph_task_id()
         with self._lock:
-            tensors = self._again.get(task)
-            if tensors is None or number not in tensors:
-                tensors = Repetition(self).run()
-                self._again = {task: tensors}  # of an earlier backward nothing is needed any more
-            tensor, version = tensors.pop(number)
+            tensor = self.at_hand(number)
+            if tensor is None:
+                # Of an earlier backward nothing is needed any more.
+                self._again = {torch._C._current_graph_task_id(): Repetition(self).run()}
+                tensor = self.at_hand(number)
+            assert tensor is not None
+            return tensor
+
+    def at_hand(self, number: int) -> Tensor | None:
+        """A saved tensor, if the segment was repeated already in this backward."""
+        with self._lock:
+            tensors = self._again.get(torch._C._current_graph_task_id())
+            found = None if tensors is None else tensors.pop(number, None)
+            if found is None:
+                return None
             if not tensors:
                 self._again = {}
-            return unchanged(tensor, version, self.name)
+        return unchanged(*found, self.name)
 
 
 class Repetition:
@@ -260,16 +260,22 @@ class Repetition:
         is_kept = pointer is not None and (pointer in frame.kept or pointer in self.copies)
         if is_kept or not self.saves:  # the model did not save it with us, but in a checkpoint of its own
             return tensor.detach()
-        if frame.stops_early and self.is_done():
+        number = self.number
+        if number > self.last and self._may_stop():
             raise Enough
-        if self.number not in self.saves or Look.of(tensor) != frame.looks[self.number][0]:
+        look = (tensor.shape, tensor.dtype, tensor.device)
+        if number >= self.saves.stop or look != frame.looks[number][0]:
             raise RuntimeError(self.different(tensor))
-        number, self.number = self.number, self.number + 1
-        if number in self.wanted:
-            self.collected[number] = (tensor.detach(), version_of(tensor))
-        if frame.stops_early and self.is_done():
+        self.number, held = number + 1, tensor.detach()
+        if number not in self.wanted:
+            return held
+        self.collected[number] = (held, version_of(tensor))
+        if number == self.last and self._may_stop():
             raise Enough
-        return number if number in self.wanted else tensor.detach()
+        return number
+
+    def _may_stop(self) -> bool:
+        return self.frame.stops_early and not self.frame.is_checked
 
     def give(self, noted: Any) -> Tensor:
         """It is asked for while the segment is being repeated: the forward computes a gradient."""
@@ -294,7 +300,7 @@ class Repetition:
         """What is said if the segment did something else."""
         looks = self.frame.looks
         expected = looks[self.number][0] if self.number in self.saves else None
-        found = None if tensor is None else Look.of(tensor)
+        found = None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
         return (
             f"the segment that ends at {self.frame.name!r} did something else when it was repeated: saved tensor "
             f"{self.number + 1} of {len(looks)} was {_described(expected)}, and is {_described(found)}. {DEPENDS}"
@@ -324,4 +330,7 @@ def _present(external: External) -> Tensor:
 
 
 def _described(look: Look | None) -> str:
-    return "missing" if look is None else f"{tuple(look.shape)} {look.dtype} on {look.device}"
+    if look is None:
+        return "missing"
+    shape, dtype, device = look
+    return f"{tuple(shape)} {dtype} on {device}"

@@ -227,7 +227,8 @@ class Run:
 
     def _wonders(self) -> bool:
         """So much has happened in this segment that the forward may long be over."""
-        if max(len(self.frame.saved), len(self.frame.tape.calls)) < self._wonders_at:
+        frame, limit = self.frame, self._wonders_at
+        if len(frame.saved) < limit and len(frame.tape.calls) < limit:
             return False
         self._wonders_at *= 2
         return self.is_stale()
@@ -243,7 +244,7 @@ class Run:
         if self._wonders():
             self.end(failed=True)
             return Kept(tensor.detach(), version_of(tensor))
-        if self.is_kept(tensor):
+        if pointer_of(tensor) in self._kept:
             return Kept(tensor.detach(), version_of(tensor))
         if self.depth == 0 and not self._is_calling:  # by a function of somebody's own, which is not on the tape
             self.experience.note_unseen(self.frame)
@@ -255,6 +256,9 @@ class Run:
         """Autograd wants it back."""
         if isinstance(saved, Kept):
             return unchanged(saved.tensor, saved.version, "a parameter")
+        tensor = saved.frame.at_hand(saved.number)
+        if tensor is not None:
+            return tensor
         with no_run():
             return saved.get()
 

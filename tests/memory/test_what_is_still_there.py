@@ -1,0 +1,163 @@
+"""What a module held in its last forward is not noted anew: unless something is different, of whatever kind."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+
+from fleetx import memory
+from fleetx.memory import structures
+from fleetx.memory.attributes import is_unchanged
+from tests.memory.comparing import STATES, assert_equal_outcomes, cycled, descend, step, sum_of_squares
+from tests.memory.zoo import normal
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.low, self.high = 0.5, 2.0
+        self.register_buffer("shift", torch.ones(4))
+
+    def forward(self, x):
+        extra = self.extra(x) if hasattr(self, "extra") else 0
+        return self.linear(x).tanh() * self.low + self.high * self.shift + extra
+
+
+def exchange(module):
+    """The same objects under each other's names, in the same order of values."""
+    low, high = module.low, module.high
+    del module.low, module.high
+    module.high, module.low = low, high
+
+
+def other_weight(module):
+    module.linear.weight = nn.Parameter(module.linear.weight.detach() * 2)
+
+
+def other_memory(module):
+    module.linear.weight.data = module.linear.weight.data * 2
+
+
+def written(module):
+    with torch.no_grad():
+        module.linear.weight *= 2
+
+
+def renamed(module):
+    """Another buffer in its place, and the old one under another name."""
+    module.register_buffer("before", module.shift)
+    module.shift = torch.full((4,), 3.0)
+
+
+CHANGES = {
+    "a value": lambda module: setattr(module, "low", 0.25),
+    "a new value": lambda module: setattr(module, "extra", torch.sin),
+    "no value any more": lambda module: (delattr(module, "high"), setattr(module, "high", 5.0)),
+    "exchanged values": exchange,
+    "another mode": lambda module: module.eval(),
+    "another weight": other_weight,
+    "other memory": other_memory,
+    "a weight that is written to": written,
+    "a buffer that is written to": lambda module: module.shift.mul_(2),
+    "another buffer": renamed,
+    "one more module": lambda module: setattr(module, "extra", nn.Linear(4, 4, bias=False)),
+    "another module": lambda module: setattr(module, "linear", nn.Linear(4, 4)),
+}
+
+
+def models():
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Scaled() for _ in range(3)))
+    ours = copy.deepcopy(plain)
+    memory.apply(ours, cycled(["0", "1"], STATES["inputs"]))
+    return plain, ours
+
+
+def outcome(model, number):
+    torch.manual_seed(number)
+    return step(model, (normal(number, 3, 4),), sum_of_squares)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_after_some_steps_is_noticed(change):
+    plain, ours = models()
+    for number in range(8):
+        if number in (4, 6):
+            for model in (plain, ours):
+                torch.manual_seed(number)
+                CHANGES[change](model[1])
+        assert_equal_outcomes(outcome(ours, number), outcome(plain, number))
+
+
+@pytest.mark.parametrize("change", ["a value", "no value any more", "exchanged values", "another weight"])
+def test_what_changes_between_a_later_forward_and_its_backward_is_as_it_was(change):
+    plain, ours = models()
+    for number in range(3):
+        assert_equal_outcomes(outcome(ours, number), outcome(plain, number))
+    gradients = []
+    for model in (plain, ours):
+        weights = [(name, weight) for name, weight in model.named_parameters() if not name.startswith("1.linear")]
+        for _, weight in weights:
+            weight.grad = None
+        loss = sum_of_squares(model(normal(9, 3, 4)))
+        CHANGES[change](model[1])
+        loss.backward()
+        gradients.append({name: weight.grad for name, weight in weights})
+        descend(model)
+    for name, gradient in gradients[0].items():
+        assert torch.equal(gradient, gradients[1][name]), name
+    assert_equal_outcomes(outcome(ours, 10), outcome(plain, 10))
+
+
+def test_what_a_module_let_go_of_does_not_live_on():
+    """Not even until the next forward: an attribute may hold what is large, and a whole graph."""
+    _, ours = models()
+    for number in range(4):
+        outcome(ours, number)
+    ours[1].cache = torch.ones(3, requires_grad=True).exp()
+    outcome(ours, 5)
+    held = StorageWeakRef(ours[1].cache.untyped_storage())
+    del ours[1].cache
+    assert held.expired()
+
+
+def test_attributes_are_the_same_if_names_and_objects_are():
+    value = object()
+    assert is_unchanged({"a": value, "b": 1}, {"a": value, "b": 1})
+    assert not is_unchanged({"a": value}, {"a": value, "b": 1})
+    assert not is_unchanged({"a": object()}, {"a": value})
+    assert not is_unchanged({"b": value, "a": None}, {"a": value, "b": None})
+    assert is_unchanged({}, {})
+
+
+tensors = st.builds(torch.zeros, st.integers(0, 2))
+atoms = st.one_of(tensors, st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=2))
+nested = st.recursive(
+    atoms,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.text(max_size=2), inner, max_size=3),
+    ),
+    max_leaves=6,
+)
+arguments = st.tuples(st.lists(nested, max_size=3).map(tuple), st.dictionaries(st.text(max_size=2), nested, max_size=3))
+
+
+@given(st.one_of(nested, arguments, st.lists(atoms, max_size=80).map(tuple)))
+def test_common_structures_are_flattened_as_all_others(value):
+    flat, structure = structures.flatten(value)
+    expected, tree = pytree.tree_flatten(value)
+    assert len(flat) == len(expected)
+    assert all(one is other for one, other in zip(flat, expected, strict=True))
+    assert structure.tree == tree
+    again = structures.unflatten(flat, structure)
+    assert pytree.tree_structure(again) == tree
+    assert all(one is other for one, other in zip(pytree.tree_leaves(again), expected, strict=True))
+    assert list(map(id, structures.tensors_in(value))) == [id(one) for one in expected if isinstance(one, Tensor)]
