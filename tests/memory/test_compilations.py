@@ -166,7 +166,7 @@ def kept(model, **options):
         loss = model(torch.randn(6, 4)).sum()
         loss.backward()
     loss = model(torch.randn(6, 4)).sum()
-    held = sum(saved() is not None and saved().tensor is not None for f in frames_alive() for _, saved in f.looks)
+    held = sum(saved() is not None and saved().tensor is not None for f in frames_alive() for saved in f.references)
     loss.backward()
     applied.remove()
     return held

@@ -1,4 +1,4 @@
-"""Real times decide between plans that are predicted to be almost equally fast, and between no others."""
+"""Real times decide between plans that are predicted to be almost equally fast, or of which the first was far slower."""
 
 from functools import partial
 
@@ -93,6 +93,16 @@ def test_only_close_ones_run():
     assert first.runners_up
     assert not ran
     assert found.prefer is None
+
+
+def test_of_a_plan_that_is_far_slower_than_predicted_others_are_tried_that_are_not_close():
+    profile = transformer(overhead=0.02)
+    first = make(profile)
+    gap = first.samples_per_s / first.runners_up[0].samples_per_s
+    assert 1.1 < gap < 1.4
+    assert not raced(slow(first, 1.05), profile=profile)[2]
+    _, found, ran = raced(slow(first, 1.05 * gap), profile=profile)
+    assert ran[0] == found.prefer == first.runners_up[0].k_steps
 
 
 def test_there_is_nothing_to_decide_where_the_slicing_is_given():

@@ -14,7 +14,7 @@ from fleetx.memory.buffers import Watch
 from fleetx.memory.compiling import SharedCompilations
 from fleetx.memory.names import Cuts
 from fleetx.memory.offload import Offloader
-from fleetx.memory.recompute import Frame
+from fleetx.memory.recompute import Frame, Look
 from fleetx.memory.states import Segment
 
 TAIL = Segment("the end", save="everything")
@@ -26,7 +26,7 @@ class Learned:
     """What earlier forwards showed of a segment."""
 
     state: Segment
-    saves: int = 0  # tensors that autograd saved
+    looks: list[Look] = field(default_factory=list)  # of the tensors that autograd saved
     lost: int = 0  # how often in a row it could not be repeated
     fills_late: bool = False  # whether something in it is saved first and filled then
     is_divided: bool = False  # whether the compiler can save its dear outputs alone

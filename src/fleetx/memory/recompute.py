@@ -81,7 +81,9 @@ class Frame:
         self.offloader: Offloader | None = None
         self.random = randomness.state(devices)
         self.saved: list[Saved] = []
-        self.looks: list[tuple[Look, weakref.ref[Saved]]] = []
+        self.expected: list[Look] = []  # those of the last forward
+        self.looks: list[Look] = []
+        self.references: list[weakref.ref[Saved]] = []
         self.kept: dict[int, Any] = {}  # the memory of parameters and buffers, by where it is
         self.within: Any = threading.local()  # of each thread: in how many dear modules it is
         self.stops_early = False  # whether it may be left in the middle, when everything was saved again
@@ -100,8 +102,13 @@ class Frame:
     def pack(self, tensor: Tensor) -> Saved:
         """Autograd saves this tensor."""
         # Detached: an output of the operation that saves it knows the graph, which would then know itself.
-        saved = Saved(self, len(self.looks), tensor.detach())
-        self.looks.append(((tensor.shape, tensor.dtype, tensor.device), weakref.ref(saved)))
+        number = len(self.looks)
+        saved = Saved(self, number, tensor.detach())
+        look = (tensor.shape, tensor.dtype, tensor.device)
+        if number < len(self.expected) and look == self.expected[number]:
+            look = self.expected[number]  # thousands of new ones would keep the garbage collector busy
+        self.looks.append(look)
+        self.references.append(weakref.ref(saved))
         self.saved.append(saved)
         return saved
 
@@ -193,7 +200,7 @@ class Repetition:
 
     def __init__(self, frame: Frame) -> None:
         self.frame = frame
-        self.wanted = {number for number, (_, saved) in enumerate(frame.looks) if saved() is not None}
+        self.wanted = {number for number, saved in enumerate(frame.references) if saved() is not None}
         self.last = max(self.wanted)
         self.collected: dict[int, tuple[Tensor, int]] = {}
         self.saves = range(0)  # numbers of the tensors that the present call saves
@@ -264,7 +271,7 @@ class Repetition:
         if number > self.last and self._may_stop():
             raise Enough
         look = (tensor.shape, tensor.dtype, tensor.device)
-        if number >= self.saves.stop or look != frame.looks[number][0]:
+        if number >= self.saves.stop or look != frame.looks[number]:
             raise RuntimeError(self.different(tensor))
         self.number, held = number + 1, tensor.detach()
         if number not in self.wanted:
@@ -299,7 +306,7 @@ class Repetition:
     def different(self, tensor: Tensor | None) -> str:
         """What is said if the segment did something else."""
         looks = self.frame.looks
-        expected = looks[self.number][0] if self.number in self.saves else None
+        expected = looks[self.number] if self.number in self.saves else None
         found = None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
         return (
             f"the segment that ends at {self.frame.name!r} did something else when it was repeated: saved tensor "

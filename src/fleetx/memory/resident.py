@@ -56,7 +56,7 @@ def _checkpoints(frame: Frame) -> Iterator[Tensor]:
 
 
 def _activations(frame: Frame) -> Iterator[Tensor]:
-    for _, reference in frame.looks:
+    for reference in frame.references:
         saved = reference()
         if saved is not None and saved.tensor is not None:
             yield saved.tensor

@@ -120,7 +120,8 @@ class Run:
         frame.is_divided = known is not None and known.is_divided
         # In the first forward nobody knows how many segments will come.
         frame.is_checked = (self.is_first or _is_repeated(frame)) and self._is_unproven()
-        self._wonders_at = MANY if known is None else max(FEW, 2 * known.saves)
+        frame.expected = [] if known is None else known.looks
+        self._wonders_at = MANY if known is None else max(FEW, 2 * len(known.looks))
         return frame
 
     def _is_unproven(self) -> bool:
@@ -136,7 +137,7 @@ class Run:
         frame.name, frame.state = segment.until, segment
         learned = self._learned(segment)
         self.seen.append(learned)
-        learned.saves = len(frame.looks)
+        learned.looks = frame.looks
         if segment.save == "dear" and self.experience.compilations is not None:
             # If it ran freely, because something else was expected, nobody looked.
             learned.is_divided = not frame.undivided and (frame.is_divided or not frame.ran_freely)
@@ -268,20 +269,23 @@ class Run:
         """Whether a container is doing something itself."""
         return self.depth == 0 and not self._is_busy and active_run() is self
 
-    @contextmanager
-    def busy(self) -> Iterator[None]:
+    def busy(self) -> "Busy":
         """Inside, what is done is ours, and no part of the model."""
+        return Busy(self)
+
+    def become_busy(self) -> None:
+        """See busy."""
         self._is_busy = True
         if self.recorder.is_innermost:  # else it stays, and does not listen; but each question costs time
             self.recorder.__exit__(None, None, None)
             self._is_off = True
-        try:
-            yield
-        finally:
-            if self.__dict__:  # else it was found to be over
-                self._is_busy = False
-                if self._leaf is None and self._free is None:
-                    self._switch_on()
+
+    def listen_again(self) -> None:
+        """See busy."""
+        if self.__dict__:  # else it was found to be over
+            self._is_busy = False
+            if self._leaf is None and self._free is None:
+                self._switch_on()
 
     def _switch_on(self) -> None:
         if self._is_off:
@@ -502,6 +506,21 @@ class Run:
         if leaf is not None:
             leaf.leave()
         return leaf
+
+
+class Busy:
+    """See Run.busy; a class, as what is made of a generator takes its time, and modules are many."""
+
+    __slots__ = ("run",)
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def __enter__(self) -> None:
+        self.run.become_busy()
+
+    def __exit__(self, *_: object) -> None:
+        self.run.listen_again()
 
 
 class Begun(NamedTuple):

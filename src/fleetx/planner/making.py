@@ -12,6 +12,7 @@ from fleetx.planner.table import summary
 
 GIB = 2**30
 CLOSE = 0.08  # part of the speed: which of two plans is faster in reality may be the other way round
+_TOLERATED = 1.5  # times as long: what real times preferred may be predicted to take so much, and no more
 _RUNNERS_UP = 3
 _GAIN = 0.002  # part of the speed: what gains less is not looked for at other budgets
 
@@ -32,7 +33,7 @@ def plan_for(
     """The fastest plan that fits: `memory` is what the device may reserve, `host_memory` what offload may use.
 
     `one_forward` keeps the batch whole, for losses that couple its samples. `k_steps` cuts it into so many
-    micro-batches, neither more nor fewer; `prefer` takes so many if that is almost as fast. `even` allows only
+    micro-batches, neither more nor fewer; `prefer` takes so many if that is not far slower. `even` allows only
     micro-batches of equal size. `curve=False` leaves out what other budgets would give. `words` are for messages.
     """
     check_batch(global_batch)
@@ -52,7 +53,7 @@ def plan_for(
         raise does_not_fit(search, memory, one_forward, k_steps, words)
     found = search.thoroughly(found, memory)
     gap = search.gap(found)
-    preferred = [one for one in found if one.cut.k_steps == prefer and one.seconds * (1 - CLOSE) < found[0].seconds]
+    preferred = [one for one in found if one.cut.k_steps == prefer and one.seconds < _TOLERATED * found[0].seconds]
     found = preferred + [one for one in found if one not in preferred]
     best = found[0]
     alone = None

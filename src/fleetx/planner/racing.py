@@ -1,4 +1,4 @@
-"""Between plans that are predicted to be almost equally fast, a few real micro-batches decide.
+"""Between plans that are predicted to be almost equally fast, or were not, a few real micro-batches decide.
 
 A prediction adds up what segments took, each among others of its own kind. What they do to each other, and where the
 host does not launch in time, shows in the whole only.
@@ -26,7 +26,7 @@ def fastest_in_reality(
     """
     expected = math.inf if first.beyond else seconds_of(first.plan)
     best, least = first, expected
-    for other in _close_to(first.plan):
+    for other in _worth_trying(first.plan, expected):
         try:
             plan = make(first.profile, prefer=other.k_steps)
         except DoesNotFit:
@@ -44,9 +44,13 @@ def fastest_in_reality(
     return best._replace(plan=replace(best.plan, reason=reason))
 
 
-def _close_to(plan: Plan) -> list[RunnerUp]:
-    """Runners-up that may be faster in reality, the most promising first."""
-    return [other for other in plan.runners_up if other.samples_per_s > plan.samples_per_s * (1 - CLOSE)][:_MOST]
+def _worth_trying(plan: Plan, took: float) -> list[RunnerUp]:
+    """Runners-up that may be faster in reality than the plan, which took so long; the most promising first.
+
+    These are predicted to be almost as fast as the plan was, or faster than it is.
+    """
+    least = min(plan.samples_per_s * (1 - CLOSE), plan.global_batch / took)
+    return [other for other in plan.runners_up if other.samples_per_s > least][:_MOST]
 
 
 def _surprise(plan: Plan, took: float, least: float) -> str:
