@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleetx.memory.arena import ALIGNMENT, SMALL_SLAB, HostArena, _free_of_container
+from fleetx.memory.arena import ALIGNMENT, SMALL_SLAB, HostArena, Slab, _free_of_container
 
 SIZES = st.one_of(st.integers(1, 5000), st.integers(1, SMALL_SLAB), st.sampled_from([512, 4096, SMALL_SLAB // 4]))
 ACTIONS = st.lists(st.tuples(st.booleans(), SIZES, st.integers(0, 10**6)), max_size=60)
@@ -180,3 +180,26 @@ def test_tensors_of_any_type_fit():
     for dtype in (torch.float64, torch.bfloat16, torch.bool, torch.complex64):
         block = arena.take(24)
         assert block.memory[: 8 * 3].view(dtype).numel() == 24 // dtype.itemsize
+
+
+def test_what_the_last_step_had_is_found_at_once(monkeypatch):
+    """However many blocks there are: each is asked for room once."""
+    arena = HostArena(pin_for=None)
+    sizes = [SMALL_SLAB + ALIGNMENT * number for number in range(40)] * 2
+    for _ in range(2):
+        for block in [arena.take(size) for size in sizes]:
+            arena.give_back(block)
+    asked, take = [], Slab.take
+    monkeypatch.setattr(Slab, "take", lambda slab, size: (asked.append(slab), take(slab, size))[1])
+    blocks = [arena.take(size) for size in reversed(sizes)]
+    assert len(asked) == len(sizes) == len({id(block.slab) for block in blocks})
+    assert all(block.size == block.slab.memory.numel() for block in blocks)
+
+
+def test_slabs_that_were_given_back_to_the_system_are_not_used_again():
+    arena = HostArena(pin_for=None)
+    before = arena.take(SMALL_SLAB)
+    arena.give_back(before)
+    assert arena.in_use == 0
+    arena.release()
+    assert arena.take(SMALL_SLAB).slab is not before.slab

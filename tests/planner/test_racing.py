@@ -1,4 +1,4 @@
-"""Real times decide between plans that are predicted to be almost equally fast, or of which the first was far slower."""
+"""Real times decide between plans that are predicted to be almost equally fast, or if the first is far slower."""
 
 from functools import partial
 

@@ -47,6 +47,8 @@ class Slab:
     free: list[tuple[int, int]] = field(default_factory=list)  # (start, size), sorted, never adjacent
     unpin: Callable[[], None] | None = None
     used_in: int = 0  # the last step
+    is_listed: bool = False  # among those that are idle
+    is_dropped: bool = False
 
     @property
     def is_idle(self) -> bool:
@@ -83,6 +85,7 @@ class HostArena:
         self.pin_for = pin_for
         self.limit = limit
         self.slabs: list[Slab] = []
+        self._idle: dict[int, list[Slab]] = {}  # by size; some may be in use again
         self.most_in_use = 0
         self._in_use = 0
         self._step = 0  # a step begins where nothing is in use
@@ -108,18 +111,25 @@ class HostArena:
             self._take_back()
             if self._in_use == 0:
                 self._begin_step()
-            # The tightest slab first, so that large places stay for large tensors.
-            for slab in sorted(self.slabs, key=lambda slab: slab.memory.numel()):
-                block = slab.take(size)
-                if block is not None:
-                    break
-            else:
-                block = self._grow(size).take(size)
-                assert block is not None
+            block = self._place_for(size)
             block.slab.used_in = self._step
             self._in_use += size
             self.most_in_use = max(self.most_in_use, self._in_use)
         return block
+
+    def _place_for(self, size: int) -> Block:
+        """A block of the tightest slab that has room, so that large places stay for large tensors."""
+        waiting = self._idle.get(size, [])
+        while waiting:  # mostly there is one to measure, of the last step
+            slab = waiting.pop()
+            slab.is_listed = False
+            if slab.is_idle and not slab.is_dropped:
+                return _taken(slab, size)
+        for slab in sorted(self.slabs, key=lambda slab: slab.memory.numel()):
+            block = slab.take(size)
+            if block is not None:
+                return block
+        return _taken(self._grow(size), size)
 
     def give_back(self, block: Block) -> None:
         """Take a block back; the memory stays pinned for the next step."""
@@ -129,8 +139,12 @@ class HostArena:
     def _take_back(self) -> None:
         while self._returned:
             block = self._returned.popleft()
+            slab = block.slab
             self._in_use -= block.size
-            block.slab.give_back(block)
+            slab.give_back(block)
+            if slab.is_idle and not slab.is_listed and not slab.is_dropped:
+                slab.is_listed = True
+                self._idle.setdefault(slab.memory.numel(), []).append(slab)
 
     def _begin_step(self) -> None:
         """The first forward moves more than the others, which know their last segment: give that memory back.
@@ -144,7 +158,11 @@ class HostArena:
     def _drop(self, slabs: list[Slab]) -> None:
         for slab in slabs:
             _unpin(slab)
-            self.slabs.remove(slab)
+            slab.is_dropped = True
+        self.slabs = [slab for slab in self.slabs if not slab.is_dropped]
+        self._idle = {
+            size: kept for size, idle in self._idle.items() if (kept := [s for s in idle if not s.is_dropped])
+        }
 
     def release(self) -> None:
         """Give all memory back to the system; blocks in use keep theirs alive."""
@@ -179,6 +197,12 @@ class HostArena:
                 f"offload needs {format_bytes(amount)} more of host memory, and {format_bytes(available)} are free. "
                 "Offload fewer segments, or lower the batch size."
             )
+
+
+def _taken(slab: Slab, size: int) -> Block:
+    block = slab.take(size)
+    assert block is not None
+    return block
 
 
 def _pages(amount: int) -> Tensor:
