@@ -105,6 +105,15 @@ def test_of_a_plan_that_is_far_slower_than_predicted_others_are_tried_that_are_n
     assert ran[0] == found.prefer == first.runners_up[0].k_steps
 
 
+@pytest.mark.parametrize(("overhead", "expected"), [(0.02, 2), (0.1, 1)])
+def test_what_is_predicted_to_be_far_slower_does_not_run_however_slow_the_first_is(overhead, expected):
+    profile = transformer(overhead=overhead)
+    first, _, ran = raced(slow(make(profile), 9.0), profile=profile)
+    times = [first.samples_per_s / one.samples_per_s for one in first.runners_up]
+    assert sum(time < 1.5 for time in times) == expected < len(times)
+    assert ran == [one.k_steps for one in first.runners_up[:expected]]
+
+
 def test_there_is_nothing_to_decide_where_the_slicing_is_given():
     for given in ({"k_steps": 16}, {"one_forward": True, "memory": 64 * GIB}):
         assert raced(as_predicted, make=partial(make, **given))[2] == []

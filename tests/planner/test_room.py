@@ -309,3 +309,17 @@ def test_plans_that_are_tried_share_host_memory(arenas):
     assert arenas[0] is None
     assert len({id(arena) for arena in arenas[1:]}) == 1
     assert arenas[-1].reserved > arenas[-1].in_use == 0
+
+
+def test_host_memory_with_a_limit_is_not_shared(arenas):
+    """What another plan left there would count: this one might not have its own."""
+    model, sample = linears()
+    feeding = Feeding(model)
+    profile = measure(feeding, sample, CUTS, bandwidth=1e9, cached=False)
+    arenas.clear()
+    plan = plan_for(profile, memory=2**40, global_batch=4, curve=False, host_memory=2**20)
+    sending = replace(plan, states=(State("inputs", "host"), *plan.states[1:]), host_bytes=1)
+    tryout = Tryout(feeding, sample)
+    for _ in range(2):
+        tryout.run(sending)
+    assert len({id(arena) for arena in arenas}) == 2

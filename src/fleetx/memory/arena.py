@@ -123,7 +123,7 @@ class HostArena:
         while waiting:  # mostly there is one to measure, of the last step
             slab = waiting.pop()
             slab.is_listed = False
-            if slab.is_idle and not slab.is_dropped:
+            if slab.is_idle:
                 return _taken(slab, size)
         for slab in sorted(self.slabs, key=lambda slab: slab.memory.numel()):
             block = slab.take(size)

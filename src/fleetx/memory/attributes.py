@@ -7,7 +7,7 @@ attribute holds, itself or in a tuple, list or dict, are looked after: no graph 
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -25,8 +25,25 @@ _LONGEST = 256
 """Longer lists are not searched for tensors: they are vocabularies and the like, and a forward must not be slow."""
 
 Noted = dict[str, Any]
-Plain = dict[nn.Module, tuple[Noted, Noted]]
-"""Modules with nothing but plain values: all they held in their last forward, and what of it was noted."""
+
+
+class Plain(NamedTuple):
+    """What was noted of a module that holds nothing but plain values; it knows neither the module nor its tensors."""
+
+    names: list[str]  # also torch's own
+    values: Callable[[Noted], Any]  # of a module with these names: all but torch's own
+    noted: Noted
+
+    @classmethod
+    def of(cls, present: Noted, noted: Noted) -> "Plain | None":
+        """Of a module that holds this; None if there is something in it that might hold a tensor."""
+        if "training" not in noted or not _PLAIN.issuperset(map(type, noted.values())):
+            return None
+        return cls(list(present), itemgetter(*noted, "training"), noted)  # at least two: else it gives no tuple
+
+    def is_still(self, present: Noted) -> bool:
+        """Whether a module that holds this holds the very same."""
+        return list(present) == self.names and all(map(is_, self.values(present), self.values(self.noted)))
 
 
 @dataclass(eq=False)
@@ -85,27 +102,30 @@ class Attributes:
 
     @classmethod
     def of(
-        cls, modules: list[nn.Module], is_copied: Callable[[nn.Module, str], bool], known: Plain | None = None
+        cls, modules: list[nn.Module], is_copied: Callable[[nn.Module, str], bool], last: list[Plain | None]
     ) -> "Attributes":
-        """As they are; `is_copied` says whose tensors a forward may write to. What is in `known` is not noted anew."""
-        made, known = cls(), {} if known is None else known
-        for module in modules:
-            present = vars(module)
-            before = known.get(module)
-            if before is not None and is_unchanged(present, before[0]):
-                made.held.append((module, before[1]))
-                continue
-            noted, is_plain = {}, True
-            for name, value in present.items():
-                if name not in _TORCHS_OWN:
-                    if type(value) in _PLAIN:
-                        noted[name] = value
-                    else:
-                        noted[name], is_plain = made._noted(module, name, value, is_copied), False
-            made.held.append((module, noted))
-            if is_plain:  # else what it holds would live on until the next forward
-                known[module] = present.copy(), noted
+        """As they are; `is_copied` says whose tensors a forward may write to.
+
+        What is still as it was in the `last` forward is not noted anew; the list is brought up to date.
+        """
+        made = cls()
+        last += [None] * (len(modules) - len(last))
+        for place, module in enumerate(modules):
+            present, before = vars(module), last[place]
+            if before is None or not before.is_still(present):
+                noted = made._noted_of(module, is_copied)
+                before = last[place] = Plain.of(present, noted)
+                made.held.append((module, noted))
+            else:
+                made.held.append((module, before.noted))
         return made
+
+    def _noted_of(self, module: nn.Module, is_copied: Callable[[nn.Module, str], bool]) -> Noted:
+        return {
+            name: value if type(value) in _PLAIN else self._noted(module, name, value, is_copied)
+            for name, value in vars(module).items()
+            if name not in _TORCHS_OWN
+        }
 
     def _noted(self, module: nn.Module, name: str, value: Any, is_copied: Callable[[nn.Module, str], bool]) -> Any:
         if isinstance(value, torch.Generator):

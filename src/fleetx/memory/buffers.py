@@ -8,7 +8,6 @@ first forward, parameters and buffers by value: batch norms write theirs behind 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -85,23 +84,6 @@ class Constants:
         return [slot for slot, present, before in both if present not in (0, before)]
 
 
-class Held(NamedTuple):
-    """All that a module holds, as long as it holds the very same: in the next forward that need not be noted anew."""
-
-    modules: list[nn.Module]
-    names: list[str]
-    tensors: list[Tensor | None]
-    constants: Constants
-
-    def is_still(self, modules: list[nn.Module], names: list[str], tensors: list[Tensor | None]) -> bool:
-        """Whether nobody took something away, put something else there, or wrote to it."""
-        return (
-            (modules, names, len(tensors)) == (self.modules, self.names, len(self.tensors))
-            and all(map(is_, tensors, self.tensors))
-            and self.constants.are_unchanged
-        )
-
-
 @dataclass(eq=False)
 class Known:
     """What was seen of a module in its first forward."""
@@ -109,8 +91,7 @@ class Known:
     changing: set[Slot] = field(default_factory=set)
     written: set[tuple[nn.Module, str]] = field(default_factory=set)  # attributes whose tensors are written to
     draws: bool = False  # from Python's or numpy's generator
-    plain: Plain = field(default_factory=dict)
-    held: Held | None = None
+    attributes: list[Plain | None] = field(default_factory=list)  # of the last forward
 
 
 @dataclass(eq=False)
@@ -127,6 +108,12 @@ class Snapshot:
     @contextmanager
     def restored(self) -> Iterator[list[Tensor]]:
         """Inside, the module is as it was, with copies of its buffers, which are given; then as it is now."""
+        if modules_of(self.modules[0]) != self.modules:
+            raise RuntimeError(
+                f"a module was put into a {type(self.modules[0]).__name__} or taken out of it between the forward and "
+                "the backward, so the segment cannot be repeated as it was. Do that after the backward; or leave this "
+                "module out of recompute."
+            )
         if not self.constants.are_unchanged:
             slot = self.constants.changed()[0]
             raise RuntimeError(
@@ -167,17 +154,19 @@ class Watch:
     def before(self, module: nn.Module) -> Snapshot:
         """The module as it is, as far as a forward may change it."""
         modules = modules_of(module)
+        buffers, parameters = _slots(modules, "_buffers"), _slots(modules, "_parameters")
         known = self._known.get(_key(modules))
         if known is None:
-            buffers, parameters = _slots(modules, "_buffers"), _slots(modules, "_parameters")
-            attributes = Attributes.of(modules, lambda _owner, _name: True)
+            attributes = Attributes.of(modules, lambda _owner, _name: True, [])
             constants = Constants.of(buffers + parameters)
             there = zip(constants.slots, constants.addresses, strict=True)
             weights = _copied([slot for slot, address in there if slot.kind == "_parameters" and address])
             return Snapshot(modules, _copied(buffers), constants, attributes, randomness.python_state(), weights)
-        attributes = Attributes.of(modules, lambda owner, name: (owner, name) in known.written, known.plain)
+        copied = {slot: None for slot in buffers if slot in known.changing or is_counting(slot.owner)}
+        constants = Constants.of([slot for slot in buffers if slot not in copied] + parameters)
+        attributes = Attributes.of(modules, lambda owner, name: (owner, name) in known.written, known.attributes)
         random = randomness.python_state() if known.draws else None
-        return Snapshot(modules, *_held(modules, known), attributes, random)
+        return Snapshot(modules, _copied(list(copied)), constants, attributes, random)
 
     def after(self, snapshot: Snapshot) -> Snapshot | None:
         """What must be kept of it; None if something changed that had not been seen to change before."""
@@ -236,21 +225,6 @@ def _learned(snapshot: Snapshot) -> Known:
 
 def _slots(modules: list[nn.Module], kind: str) -> list[Slot]:
     return [Slot(one, kind, name) for one in modules for name, held in getattr(one, kind).items() if held is not None]
-
-
-def _held(modules: list[nn.Module], known: Known) -> tuple[list[tuple[Slot, Tensor]], Constants]:
-    """Copies of what a forward changes, and everything else."""
-    places = [getattr(one, kind) for kind in ("_buffers", "_parameters") for one in modules]
-    names = [name for place in places for name in place]
-    tensors = [tensor for place in places for tensor in place.values()]
-    if known.held is not None and known.held.is_still(modules, names, tensors):
-        return [], known.held.constants
-    buffers, parameters = _slots(modules, "_buffers"), _slots(modules, "_parameters")
-    copied = {slot: None for slot in buffers if slot in known.changing or is_counting(slot.owner)}
-    constants = Constants.of([slot for slot in buffers if slot not in copied] + parameters)
-    if not copied:  # else what is replaced would live on until the next forward
-        known.held = Held(modules, names, tensors, constants)
-    return _copied(list(copied)), constants
 
 
 def _address(tensor: Tensor) -> int:

@@ -175,16 +175,16 @@ class Frame:
     def recomputed(self, number: int) -> Tensor:
         """A saved tensor, after the segment was repeated."""
         with self._lock:
-            tensor = self.at_hand(number)
+            tensor = self.take_at_hand(number)
             if tensor is None:
                 # Of an earlier backward nothing is needed any more.
                 self._again = {torch._C._current_graph_task_id(): Repetition(self).run()}
-                tensor = self.at_hand(number)
+                tensor = self.take_at_hand(number)
             assert tensor is not None
             return tensor
 
-    def at_hand(self, number: int) -> Tensor | None:
-        """A saved tensor, if the segment was repeated already in this backward."""
+    def take_at_hand(self, number: int) -> Tensor | None:
+        """A saved tensor, once, if the segment was repeated already in this backward."""
         with self._lock:
             tensors = self._again.get(torch._C._current_graph_task_id())
             found = None if tensors is None else tensors.pop(number, None)

@@ -25,7 +25,7 @@ from fleetx.memory.shielding import shielded
 from fleetx.memory.states import DEAR_KINDS, Segment
 from fleetx.memory.statistics import is_counting
 from fleetx.memory.structures import Structure, tensors_in
-from fleetx.memory.surroundings import Surroundings
+from fleetx.memory.surroundings import Surroundings, settle_attention
 from fleetx.memory.tape import External, Tape, pointer_of, version_of
 
 _active = threading.local()
@@ -74,6 +74,7 @@ class Run:
         self.devices = randomness.devices_of(held)
         _require_one_to_move_from(self.devices, experience.cuts)
         self.device = self.devices[0]  # the one from which tensors move to the host
+        settle_attention(self.device)
         self.generators: Any = self.devices  # on all of them numbers may be drawn
         self.kinds = tuple(dict.fromkeys(["cpu", *(device.type for device in self.devices)]))
         self.nested = 0  # calls of the model by itself
@@ -257,7 +258,7 @@ class Run:
         """Autograd wants it back."""
         if isinstance(saved, Kept):
             return unchanged(saved.tensor, saved.version, "a parameter")
-        tensor = saved.frame.at_hand(saved.number)
+        tensor = saved.frame.take_at_hand(saved.number)
         if tensor is not None:
             return tensor
         with no_run():

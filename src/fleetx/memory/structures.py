@@ -18,7 +18,7 @@ _DEEPEST = 3
 
 
 _ATOMS = frozenset({Tensor, nn.Parameter, bool, int, float, str, type(None)})
-_MANY = 64
+_MANY = 64  # values of a structure, and structures that are remembered
 
 
 class Structure(NamedTuple):
@@ -75,6 +75,8 @@ def _flatten_common(value: Any) -> tuple[list[Any], Structure] | None:
     structure = _common.get(shape)
     if structure is None:
         arguments = shape if isinstance(shape, tuple) else None
+        if len(_common) >= _MANY or (arguments and not {str}.issuperset(map(type, arguments[1]))):
+            return None  # what is remembered is remembered for ever
         structure = _common[shape] = Structure(pytree.tree_flatten(value)[1], {}, arguments)
     return flat, structure
 

@@ -1,6 +1,7 @@
 """What else decides how torch computes, beside inputs and modules: noted for a call, put back when it is repeated."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -17,8 +18,6 @@ class Surroundings(NamedTuple):
     @classmethod
     def now(cls, kinds: tuple[str, ...]) -> "Surroundings":
         """The present ones, for these kinds of devices."""
-        if "cuda" in kinds:
-            _settle_attention()
         autocast = tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
         return cls(torch.is_grad_enabled(), autocast, _settings())
 
@@ -36,10 +35,13 @@ class Surroundings(NamedTuple):
 
 
 @cache
-def _settle_attention() -> None:
+def settle_attention(device: torch.device) -> None:
     """The first attention of a process sets the order in which torch tries its kernels: not between call and repeat."""
-    anything = torch.empty(1, 1, 8, 8, dtype=torch.half, device="cuda")
-    torch._fused_sdp_choice(anything, anything, anything)
+    if device.type != "cuda":
+        return
+    with torch.cuda.device(device), suppress(RuntimeError):  # if there is no kernel, whoever needs one will say so
+        anything = torch.empty(1, 1, 8, 8, dtype=torch.half, device=device)
+        torch._fused_sdp_choice(anything, anything, anything)
 
 
 def _determinism() -> tuple[bool, bool]:

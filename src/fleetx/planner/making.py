@@ -12,7 +12,7 @@ from fleetx.planner.table import summary
 
 GIB = 2**30
 CLOSE = 0.08  # part of the speed: which of two plans is faster in reality may be the other way round
-_TOLERATED = 1.5  # times as long: what real times preferred may be predicted to take so much, and no more
+TOLERATED = 1.5  # times as long: what real times preferred may be predicted to take so much, and no more
 _RUNNERS_UP = 3
 _GAIN = 0.002  # part of the speed: what gains less is not looked for at other budgets
 
@@ -53,7 +53,7 @@ def plan_for(
         raise does_not_fit(search, memory, one_forward, k_steps, words)
     found = search.thoroughly(found, memory)
     gap = search.gap(found)
-    preferred = [one for one in found if one.cut.k_steps == prefer and one.seconds < _TOLERATED * found[0].seconds]
+    preferred = [one for one in found if one.cut.k_steps == prefer and one.seconds < TOLERATED * found[0].seconds]
     found = preferred + [one for one in found if one not in preferred]
     best = found[0]
     alone = None

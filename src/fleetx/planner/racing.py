@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from fleetx.planner.fitting import DoesNotFit
-from fleetx.planner.making import CLOSE
+from fleetx.planner.making import CLOSE, TOLERATED
 from fleetx.planner.plan import Plan, RunnerUp
 from fleetx.planner.verify import Make, Tried, Verified, is_as_predicted
 
@@ -47,9 +47,9 @@ def fastest_in_reality(
 def _worth_trying(plan: Plan, took: float) -> list[RunnerUp]:
     """Runners-up that may be faster in reality than the plan, which took so long; the most promising first.
 
-    These are predicted to be almost as fast as the plan was, or faster than it is.
+    These are predicted to be almost as fast as the plan was, or faster than it is, and not far slower than it was.
     """
-    least = min(plan.samples_per_s * (1 - CLOSE), plan.global_batch / took)
+    least = max(plan.samples_per_s / TOLERATED, min(plan.samples_per_s * (1 - CLOSE), plan.global_batch / took))
     return [other for other in plan.runners_up if other.samples_per_s > least][:_MOST]
 
 

@@ -39,7 +39,7 @@ class Road:
     cached: bool = True
     everywhere: Callable[[bool], bool] = bool
     largest: Callable[[int], int] = int
-    races: bool | None = None  # whether real times decide between close plans; None: on a GPU, where they can be told
+    races: bool | None = None  # whether real times decide between plans; None: on a GPU, where they can be told
     _profiles: dict[tuple[str, ...], Profile] = field(init=False, repr=False, default_factory=dict)
 
     def ways(self) -> Iterator[list[str]]:
@@ -89,7 +89,7 @@ class Road:
         return found._replace(plan=found.plan.of(self.feeding.model))
 
     def _fastest(self, tried: Verified, make: Make, tryout: Tryout) -> Verified:
-        """The fastest in reality of this plan and those that were predicted to be almost as fast."""
+        """The fastest in reality of this plan and those that may be faster."""
         races = self.feeding.device.type == "cuda" if self.races is None else self.races
         if not races:
             return tried

@@ -116,7 +116,7 @@ class Pinned:
 
     def lend_to(self, applied: Applied) -> None:
         """Before its first step."""
-        if self._arena is not None:
+        if self._arena is not None and self._arena.limit is None:  # else what others left there would count
             applied.experience.offloader = Offloader(self._device, arena=self._arena)
 
     def take_back(self, applied: Applied) -> None:

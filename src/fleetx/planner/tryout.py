@@ -12,7 +12,7 @@ from fleetx.planner.trials import Pinned, steps_before, wait_for
 from fleetx.planner.untouched import untouched
 from fleetx.slicing import Batch
 
-_SHORT = 1.0  # seconds: of what takes longer, one micro-batch is enough to time
+_SHORT = 1.0  # seconds: of what takes longer, as few micro-batches are run as possible
 _IN_A_ROW = 3
 
 
@@ -39,14 +39,13 @@ class Tryout:
         try:
             with untouched(self.feeding.model, self.feeding.loss_fn, self.sample, gradients=False):
                 step, took = self._watched(plan, batch)
-                predicted = sum(point.seconds for point in plan.timeline)
-                # By the prediction, which all workers share: they must run equally often.
-                if self.on_gpu and predicted < _SHORT:
+                if self.on_gpu and _is_short(plan):
                     took = self._seconds_in_a_row(plan, batch)
         finally:
             applied.remove()
             self._pinned.take_back(applied)
         moments, peak = self._memory(plan, step)
+        predicted = _seconds_of_micro_batch(plan)
         micro_batches = (plan.seconds - plan.update_seconds) / predicted if predicted else plan.k_steps
         return plan.with_measurement(peak, took * micro_batches + plan.update_seconds, moments)
 
@@ -54,7 +53,8 @@ class Tryout:
         """A micro-batch that is like all that follow, and its seconds."""
         watch = Watch(self.feeding, plan.names)
         try:
-            for _ in range(steps_before(sends=plan.host_bytes > 0, is_compiled=plan.compile)):
+            others = steps_before(sends=plan.host_bytes > 0, is_compiled=plan.compile)
+            for _ in range(others if plan.compile or _is_short(plan) else 1):  # the second one is almost as all others
                 self._make_room(plan)
                 watch.step(batch)
             if self.on_gpu and not plan.gradients_come_late:
@@ -111,6 +111,16 @@ class Tryout:
     def _free_gradients(self) -> None:
         for parameter in self.feeding.model.parameters():
             parameter.grad = None
+
+
+def _seconds_of_micro_batch(plan: Plan) -> float:
+    """As predicted."""
+    return sum(point.seconds for point in plan.timeline)
+
+
+def _is_short(plan: Plan) -> bool:
+    """By the prediction, which all workers share: they must run equally often."""
+    return _seconds_of_micro_batch(plan) < _SHORT
 
 
 def _timed(watch: Watch, batch: Batch, meter: Meter | None = None) -> tuple[float, Step]:

@@ -102,7 +102,7 @@ class Runner:
 
     def _run(self, plan: Plan, memory: int | None) -> Ran:
         slices = self._slices(plan)
-        first = self._update(slices[:2])
+        first = self._update([slices[0], slices[-1]] if plan.k_steps > 1 else slices)  # each size, should it compile
         count = min(plan.k_steps, max(_FEWEST, min(_MOST, round(_SECONDS / first.later))))
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
@@ -122,7 +122,7 @@ class Runner:
         rest = [resized(longest, plan.micro_batch - 1)] * shorter if shorter else []
         return [longest] * (plan.k_steps - shorter) + rest
 
-    def _update(self, slices: list[Batch]) -> "_Seconds":
+    def _update(self, slices: list[Batch]) -> _Seconds:
         """Merge micro-batches and update.
 
         Nobody waits between micro-batches, as in a training: the host is ahead of the device, if it can be. Not in the
