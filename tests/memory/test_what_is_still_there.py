@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from fleetx import memory
 from fleetx.memory import structures
 from fleetx.memory.attributes import is_unchanged
+from fleetx.memory.tape import pointer_of
 from tests.memory.comparing import STATES, assert_equal_outcomes, cycled, descend, step, sum_of_squares
 from tests.memory.zoo import normal
 
@@ -244,3 +245,13 @@ def test_common_structures_are_flattened_as_all_others(value):
     assert pytree.tree_structure(again) == tree
     assert all(one is other for one, other in zip(pytree.tree_leaves(again), expected, strict=True))
     assert list(map(id, structures.tensors_in(value))) == [id(one) for one in expected if isinstance(one, Tensor)]
+
+
+def test_where_memory_begins_is_known_without_asking_the_storage():
+    whole = torch.zeros(6, 4)
+    begins = whole.untyped_storage().data_ptr()
+    parts = [whole, whole[2:], whole.t(), whole[1, 2:], whole[3:3], whole[1:].view(torch.int16), whole.detach()]
+    assert [pointer_of(part) for part in parts] == [begins] * len(parts)
+    assert pointer_of(torch.empty(0)) is None
+    assert pointer_of(torch.empty(3, device="meta")) is None
+    assert pointer_of(torch.eye(2).to_sparse()) is None
