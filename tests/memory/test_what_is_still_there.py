@@ -156,8 +156,26 @@ def test_a_module_that_is_exchanged_between_forward_and_backward_is_noticed():
         outcome(ours, number)
     loss = sum_of_squares(ours(normal(9, 3, 4)))
     ours[1].linear = nn.Linear(4, 4)
-    with pytest.raises(RuntimeError, match="a module was put into a Scaled or taken out of it between the forward and"):
+    with pytest.raises(RuntimeError, match="a module was taken out of a Scaled, or exchanged, between the forward and"):
         loss.backward()
+
+
+class Growing(nn.Module):
+    """Makes what it needs when it is first called."""
+
+    def forward(self, x):
+        if not hasattr(self, "linear"):
+            torch.manual_seed(1)
+            self.linear = nn.Linear(4, 4)
+        return self.linear(x).tanh()
+
+
+def test_a_module_that_grows_in_its_first_forward():
+    plain, ours = (nn.Sequential(Scaled(), Growing(), Scaled()) for _ in range(2))
+    ours.load_state_dict(plain.state_dict())
+    memory.apply(ours, cycled(["0", "1"], STATES["inputs"]))
+    for number in range(4):
+        assert_equal_outcomes(outcome(ours, number), outcome(plain, number))
 
 
 def test_statistics_that_are_counted_from_now_on_are_counted_once():

@@ -105,12 +105,12 @@ class Snapshot:
     random: Any
     weights: list[tuple[Slot, Tensor]] = field(default_factory=list)  # copies, as long as nothing is known
 
-    @contextmanager
-    def restored(self) -> Iterator[list[Tensor]]:
-        """Inside, the module is as it was, with copies of its buffers, which are given; then as it is now."""
-        if modules_of(self.modules[0]) != self.modules:
+    def require_same(self) -> None:
+        """Raise if the module cannot be as it was any more."""
+        present = modules_of(self.modules[0])
+        if present != self.modules and not {*self.modules}.issubset(present):  # a forward may make more of them
             raise RuntimeError(
-                f"a module was put into a {type(self.modules[0]).__name__} or taken out of it between the forward and "
+                f"a module was taken out of a {type(self.modules[0]).__name__}, or exchanged, between the forward and "
                 "the backward, so the segment cannot be repeated as it was. Do that after the backward; or leave this "
                 "module out of recompute."
             )
@@ -121,14 +121,19 @@ class Snapshot:
                 "the segment cannot be repeated as it was. Change it inside of forward, or after the backward; or "
                 "leave this module out of recompute."
             )
+
+    @contextmanager
+    def restored(self) -> Iterator[list[Tensor]]:
+        """Inside, the module is as it was, with copies of its buffers, which are given; then as it is now."""
+        self.require_same()
         replaced = [(slot, before) for slot, before in self.constants.replaced() if pointer_of(before) is not None]
-        present = {slot: slot.tensor for slot, _ in self.copies + replaced}
+        held = {slot: slot.tensor for slot, _ in self.copies + replaced}
         attributes = [(vars(module), vars(module).copy()) for module in self.modules]
         random = None if self.random is None else randomness.python_state()
         shared: dict[int, Tensor] = {}
         try:
             for (slot, _), copy in zip(self.copies, _copies([copy for _, copy in self.copies]), strict=True):
-                slot.put(shared.setdefault(id(present[slot]), copy))
+                slot.put(shared.setdefault(id(held[slot]), copy))
             for slot, before in replaced:
                 slot.put(before)
             self.attributes.put_back()
@@ -136,7 +141,7 @@ class Snapshot:
                 randomness.restore_python(self.random)
             yield list(shared.values())
         finally:
-            for slot, tensor in present.items():
+            for slot, tensor in held.items():
                 slot.put(tensor)
             for now, before in attributes:
                 if not is_unchanged(now, before):

@@ -31,7 +31,7 @@ def pointer_of(tensor: Tensor) -> int | None:
     try:
         begins = tensor.data_ptr()  # not by its storage, for which Python would have to make an object each time
         if begins:
-            return begins - tensor.storage_offset() * tensor.element_size()
+            return begins - int(tensor.storage_offset()) * tensor.element_size()
         return tensor.untyped_storage().data_ptr() or None  # it may be a part without numbers of one that has some
     except RuntimeError:  # a tensor that consists of others, such as DTensor
         return None
