@@ -160,6 +160,25 @@ def test_a_module_that_is_exchanged_between_forward_and_backward_is_noticed():
         loss.backward()
 
 
+@pytest.mark.parametrize("is_written", [False, True])
+def test_a_buffer_that_is_deleted_between_forward_and_backward_stays_deleted(is_written):
+    plain, ours = models()
+    for model in (plain, ours) if is_written else ():
+        model[1].register_forward_pre_hook(lambda module, _: (module.shift.add_(1), None)[1])
+    for number in range(3):
+        assert_equal_outcomes(outcome(ours, number), outcome(plain, number))
+    gradients = []
+    for model in (plain, ours):
+        model.zero_grad()
+        loss = sum_of_squares(model(normal(9, 3, 4)))
+        del model[1].shift
+        loss.backward()
+        assert "shift" not in dict(model[1].named_buffers(remove_duplicate=False))
+        assert "shift" not in model[1]._buffers
+        gradients.append([weight.grad for weight in model.parameters()])
+    assert all(map(torch.equal, *gradients))
+
+
 class Growing(nn.Module):
     """Makes what it needs when it is first called."""
 

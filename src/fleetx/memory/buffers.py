@@ -32,9 +32,18 @@ class Slot(NamedTuple):
         """What is there now."""
         return getattr(self.owner, self.kind).get(self.name)
 
+    @property
+    def is_there(self) -> bool:
+        """Whether it has not been deleted."""
+        return self.name in getattr(self.owner, self.kind)
+
     def put(self, tensor: Tensor | None) -> None:
         """From now on it is this."""
         getattr(self.owner, self.kind)[self.name] = tensor
+
+    def delete(self) -> None:
+        """From now on there is nothing."""
+        del getattr(self.owner, self.kind)[self.name]
 
 
 @dataclass(eq=False)
@@ -128,6 +137,7 @@ class Snapshot:
         self.require_same()
         replaced = [(slot, before) for slot, before in self.constants.replaced() if pointer_of(before) is not None]
         held = {slot: slot.tensor for slot, _ in self.copies + replaced}
+        deleted = [slot for slot in held if not slot.is_there]
         attributes = [(vars(module), vars(module).copy()) for module in self.modules]
         random = None if self.random is None else randomness.python_state()
         shared: dict[int, Tensor] = {}
@@ -143,6 +153,8 @@ class Snapshot:
         finally:
             for slot, tensor in held.items():
                 slot.put(tensor)
+            for slot in deleted:
+                slot.delete()
             for now, before in attributes:
                 if not is_unchanged(now, before):
                     put_back(now, before)
