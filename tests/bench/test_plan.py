@@ -216,7 +216,7 @@ def test_shorter_slices_are_run_in_proportion(monkeypatch):
     sizes.clear()
     runner = Runner(feeding, sample, torch.optim.SGD(model.parameters(), lr=0.1))
     times = iter([*range(4), *(10 * number for number in range(9)), *range(100, 110)])
-    monkeypatch.setattr(running.time, "perf_counter", lambda: float(next(times)))
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(times)))
     monkeypatch.setattr(running, "_SECONDS", 6.0)
     ran = runner.run(plan, None)
     assert sizes[2:8] == [3, 3, 2, 2, 2, 2]  # after two to warm up, six of seven

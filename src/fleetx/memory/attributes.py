@@ -112,12 +112,12 @@ class Attributes:
         last += [None] * (len(modules) - len(last))
         for place, module in enumerate(modules):
             present, before = vars(module), last[place]
-            if before is None or not before.is_still(present):
-                noted = made._noted_of(module, is_copied)
-                before = last[place] = Plain.of(present, noted)
-                made.held.append((module, noted))
+            if before is not None and before.is_still(present):
+                noted = before.noted
             else:
-                made.held.append((module, before.noted))
+                noted = made._noted_of(module, is_copied)
+                last[place] = Plain.of(present, noted)
+            made.held.append((module, noted))
         return made
 
     def _noted_of(self, module: nn.Module, is_copied: Callable[[nn.Module, str], bool]) -> Noted:

@@ -35,6 +35,11 @@ Look = tuple[torch.Size, torch.dtype, torch.device]
 """What a saved tensor looks like: it must look so again."""
 
 
+def look_of(tensor: Tensor) -> Look:
+    """How this one looks."""
+    return tensor.shape, tensor.dtype, tensor.device
+
+
 class Saved:
     """A tensor that autograd saved in a segment: here, on the host, or to be computed again."""
 
@@ -104,7 +109,7 @@ class Frame:
         # Detached: an output of the operation that saves it knows the graph, which would then know itself.
         number = len(self.looks)
         saved = Saved(self, number, tensor.detach())
-        look = (tensor.shape, tensor.dtype, tensor.device)
+        look = look_of(tensor)
         if number < len(self.expected) and look == self.expected[number]:
             look = self.expected[number]  # thousands of new ones would keep the garbage collector busy
         self.looks.append(look)
@@ -270,8 +275,7 @@ class Repetition:
         number = self.number
         if number > self.last and self._may_stop():
             raise Enough
-        look = (tensor.shape, tensor.dtype, tensor.device)
-        if number >= self.saves.stop or look != frame.looks[number]:
+        if number >= self.saves.stop or look_of(tensor) != frame.looks[number]:
             raise RuntimeError(self.different(tensor))
         self.number, held = number + 1, tensor.detach()
         if number not in self.wanted:
@@ -307,7 +311,7 @@ class Repetition:
         """What is said if the segment did something else."""
         looks = self.frame.looks
         expected = looks[self.number] if self.number in self.saves else None
-        found = None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
+        found = None if tensor is None else look_of(tensor)
         return (
             f"the segment that ends at {self.frame.name!r} did something else when it was repeated: saved tensor "
             f"{self.number + 1} of {len(looks)} was {_described(expected)}, and is {_described(found)}. {DEPENDS}"

@@ -246,7 +246,7 @@ class Run:
         if self._wonders():
             self.end(failed=True)
             return Kept(tensor.detach(), version_of(tensor))
-        if pointer_of(tensor) in self._kept:
+        if self.is_kept(tensor):
             return Kept(tensor.detach(), version_of(tensor))
         if self.depth == 0 and not self._is_calling:  # by a function of somebody's own, which is not on the tape
             self.experience.note_unseen(self.frame)

@@ -15,10 +15,9 @@ _WITHOUT = (
 _DATA = (Tensor, torch.dtype, torch.device, str, bytes, int, float, complex, type(None))
 _DEEPEST = 3
 """Objects in objects are looked into so far, and no further: some know the whole program."""
-
-
 _ATOMS = frozenset({Tensor, nn.Parameter, bool, int, float, str, type(None)})
-_MANY = 64  # values of a structure, and structures that are remembered
+_MOST_VALUES = 64  # of a structure that is remembered
+_MOST_REMEMBERED = 64
 
 
 class Structure(NamedTuple):
@@ -70,12 +69,12 @@ def _flatten_common(value: Any) -> tuple[list[Any], Structure] | None:
         flat, shape = [*value[0], *value[1].values()], (len(value[0]), tuple(value[1]))
     else:
         flat, shape = list(value), len(value)
-    if len(flat) > _MANY or not _ATOMS.issuperset(map(type, flat)):
+    if len(flat) > _MOST_VALUES or not _ATOMS.issuperset(map(type, flat)):
         return None
     structure = _common.get(shape)
     if structure is None:
         arguments = shape if isinstance(shape, tuple) else None
-        if len(_common) >= _MANY or (arguments and not {str}.issuperset(map(type, arguments[1]))):
+        if len(_common) >= _MOST_REMEMBERED or (arguments and not {str}.issuperset(map(type, arguments[1]))):
             return None  # what is remembered is remembered for ever
         structure = _common[shape] = Structure(pytree.tree_flatten(value)[1], {}, arguments)
     return flat, structure

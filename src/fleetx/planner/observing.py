@@ -1,6 +1,5 @@
 """One training step of a model that is cut into segments, watched at every cut: bytes and times."""
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fleetx.memory.states import Save
 from fleetx.memory.structures import tensors_in
+from fleetx.planner import clock
 from fleetx.planner.feeding import Feeding
 from fleetx.planner.meter import Meter
 from fleetx.slicing import Batch
@@ -61,7 +61,6 @@ class Watch:
 
     def __init__(self, feeding: Feeding, cuts: Sequence[str]) -> None:
         self.feeding = feeding
-        self.on_gpu = feeding.device.type == "cuda"
         self.meter: Meter | None = None
         self.sent: Callable[[], int] | None = None  # how many bytes went to the host so far
         self._step: Step | None = None
@@ -96,19 +95,14 @@ class Watch:
     def steps(self, batch: Batch, count: int) -> list[Step]:
         """Several, one right after the other as in a training: the host is ahead of the device, if it can be."""
         steps = [self.step(batch) for _ in range(count)]
-        if self.on_gpu:
-            torch.cuda.synchronize(self.feeding.device)
+        clock.wait_for(self.feeding.device)
         return steps
 
     def _mark(self, passing: int = 0) -> Mark:
         if self.meter is not None:
             sent = 0 if self.sent is None else self.sent()
             return Mark(0.0, self.meter.bytes(), self.meter.take_peak(), passing, sent)
-        if not self.on_gpu:
-            return Mark(time.perf_counter())
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return Mark(event)
+        return Mark(clock.moment(self.feeding.device))
 
     def _beginning(self, number: int) -> Callable[..., None]:
         def begin(module: nn.Module, _args: Any) -> None:
@@ -152,9 +146,7 @@ def _size(tensor: Tensor) -> int:
 
 def seconds_between(first: Mark, second: Mark) -> float:
     """How long it took from one mark to the next."""
-    if isinstance(first.moment, float):
-        return second.moment - first.moment
-    return first.moment.elapsed_time(second.moment) / 1e3
+    return clock.seconds_between(first.moment, second.moment)
 
 
 class Figures(NamedTuple):

@@ -12,6 +12,7 @@ from fleetx.memory import Applied, Segment, offload
 from fleetx.memory.arena import HostArena
 from fleetx.memory.offload import Offloader
 from fleetx.planner.chain import State
+from fleetx.planner.clock import wait_for
 from fleetx.planner.feeding import Feeding, placed, resized
 from fleetx.planner.meter import meter_for
 from fleetx.planner.observing import Step, Watch
@@ -123,12 +124,6 @@ class Pinned:
         """After its last one."""
         if applied.experience.offloader is not None:
             self._arena = applied.experience.offloader.arena
-
-
-def wait_for(device: torch.device) -> None:
-    """Until it has done all that was started."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def steps_before(*, sends: bool, is_compiled: bool) -> int:

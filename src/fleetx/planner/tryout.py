@@ -4,11 +4,12 @@ import time
 
 import torch
 
+from fleetx.planner.clock import moment, seconds_between, wait_for
 from fleetx.planner.feeding import Feeding, placed, resized
 from fleetx.planner.meter import Meter, meter_for
 from fleetx.planner.observing import Step, Watch
 from fleetx.planner.plan import Moment, Plan
-from fleetx.planner.trials import Pinned, steps_before, wait_for
+from fleetx.planner.trials import Pinned, steps_before
 from fleetx.planner.untouched import untouched
 from fleetx.slicing import Batch
 
@@ -80,10 +81,9 @@ class Tryout:
             self._make_room(plan)
             with torch.enable_grad():
                 self.feeding.loss(batch).backward()
-            ends.append(torch.cuda.Event(enable_timing=True))
-            ends[-1].record()
+            ends.append(moment(self.feeding.device))
         wait_for(self.feeding.device)
-        return ends[0].elapsed_time(ends[-1]) / 1e3 / _IN_A_ROW
+        return seconds_between(ends[0], ends[-1]) / _IN_A_ROW
 
     def _memory(self, plan: Plan, step: Step) -> tuple[tuple[Moment, ...], int]:
         """At each cut and at most, with what is not there yet, such as the optimizer's state."""

@@ -1,10 +1,9 @@
 """Runs a plan for real: the most memory it takes, and how many samples it trains per second."""
 
 import gc
-import time
+import itertools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fleetx.bench.planning.simulated import SimulatedDevice
+from fleetx.planner.clock import moment, seconds_between, wait_for
 from fleetx.planner.feeding import Feeding, placed, resized
 from fleetx.planner.plan import Plan
 from fleetx.slicing import Batch, map_tensors
@@ -42,31 +42,6 @@ class _Seconds(NamedTuple):
     first: float
     later: float
     update: float
-
-
-class _Clock:
-    """Tells how long the device took between marks."""
-
-    def __init__(self, on_gpu: bool) -> None:
-        self.on_gpu = on_gpu
-        self._marks: list[Any] = []
-        if on_gpu:
-            torch.cuda.synchronize()
-
-    def mark(self) -> None:
-        """The device has come here, once it has done all that was asked of it so far."""
-        if not self.on_gpu:
-            self._marks.append(time.perf_counter())
-            return
-        self._marks.append(torch.cuda.Event(enable_timing=True))
-        self._marks[-1].record()
-
-    def seconds(self) -> list[float]:
-        """Between one mark and the next."""
-        if not self.on_gpu:
-            return [end - begin for begin, end in pairwise(self._marks)]
-        torch.cuda.synchronize()
-        return [begin.elapsed_time(end) / 1e3 for begin, end in pairwise(self._marks)]
 
 
 def _spread(slices: list[Batch], count: int) -> list[Batch]:
@@ -129,14 +104,16 @@ class Runner:
         first one, before which it waited for the last update.
         """
         self.optimizer.zero_grad()
-        clock = _Clock(self.on_gpu)
-        clock.mark()
+        device = self.feeding.device
+        wait_for(device)
+        moments = [moment(device)]
         for batch in slices:
             self.feeding.loss(batch).backward()
-            clock.mark()
+            moments.append(moment(device))
         self.optimizer.step()
-        clock.mark()
-        *micro, update = clock.seconds()
+        moments.append(moment(device))
+        wait_for(device)
+        *micro, update = itertools.starmap(seconds_between, itertools.pairwise(moments))
         return _Seconds(micro[0], sum(micro[1:]) / (len(micro) - 1) if micro[1:] else micro[0], update)
 
     def _retries(self) -> int:
