@@ -1,7 +1,8 @@
 """The planner on real models: is the predicted peak that of a real step, and is the chosen plan the fastest?
 
-For each model and budget the chosen plan is run first and last, and in between up to twelve plans as people make them
-and ten random ones, all within the same budget. Everything is saved after each run; what is saved is not run again.
+For each model and budget the chosen plan is run, then up to twelve plans as people make them and ten random ones, all
+within the same budget; then the chosen one and the fastest of the others in turns. Everything is saved after each run;
+what is saved is not run again.
 """
 
 import re

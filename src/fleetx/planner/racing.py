@@ -5,7 +5,7 @@ host does not launch in time, shows in the whole only.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from fleetx.planner.fitting import DoesNotFit
@@ -14,7 +14,7 @@ from fleetx.planner.plan import Plan, RunnerUp
 from fleetx.planner.verify import Make, Tried, Verified, is_as_predicted
 
 _MOST = 2  # others, beside the one that is predicted to be the fastest
-_CLEARLY = 0.01  # part of the time: by less nothing is decided
+_CLEARLY = 0.02  # part of the time: by less nothing is decided
 
 
 def fastest_in_reality(
@@ -26,15 +26,16 @@ def fastest_in_reality(
     """
     expected = math.inf if first.beyond else seconds_of(first.plan)
     best, least = first, expected
-    for other in _worth_trying(first.plan, expected):
-        try:
-            plan = make(first.profile, prefer=other.k_steps)
-        except DoesNotFit:
-            break  # what was learned about memory leaves no room; the plan had it all the same
-        if plan.k_steps != other.k_steps:
-            continue  # nor is there room for this one
+    for plan in _others(first, make, expected):
         tried = run(plan)
-        if not tried.beyond and seconds_of(tried.plan) < least * (1 - _CLEARLY):
+        if tried.beyond or not _is_clearly_less(seconds_of(tried.plan), least):
+            continue
+        if best is first and not first.beyond:
+            # It may have been unlucky: the machine was busy with something else for a moment.
+            again = run(first.plan)
+            if not again.beyond:
+                expected = least = min(expected, seconds_of(again.plan))
+        if _is_clearly_less(seconds_of(tried.plan), least):
             least = seconds_of(tried.plan)
             known = tried if is_as_predicted(plan, tried.peak) else tried.having_learned()
             best = known.verified(plan.peak)._replace(prefer=plan.k_steps)
@@ -44,6 +45,17 @@ def fastest_in_reality(
     return best._replace(plan=replace(best.plan, reason=reason))
 
 
+def _others(first: Verified, make: Make, took: float) -> Iterator[Plan]:
+    """Runners-up as plans, as far as there is room for them with what was learned about memory."""
+    for other in _worth_trying(first.plan, took):
+        try:
+            plan = make(first.profile, prefer=other.k_steps)
+        except DoesNotFit:
+            return  # for none of them; the plan had it all the same
+        if plan.k_steps == other.k_steps:
+            yield plan
+
+
 def _worth_trying(plan: Plan, took: float) -> list[RunnerUp]:
     """Runners-up that may be faster in reality than the plan, which took so long; the most promising first.
 
@@ -51,6 +63,10 @@ def _worth_trying(plan: Plan, took: float) -> list[RunnerUp]:
     """
     least = max(plan.samples_per_s / TOLERATED, min(plan.samples_per_s * (1 - CLOSE), plan.global_batch / took))
     return [other for other in plan.runners_up if other.samples_per_s > least][:_MOST]
+
+
+def _is_clearly_less(seconds: float, than: float) -> bool:
+    return seconds < than * (1 - _CLEARLY)
 
 
 def _surprise(plan: Plan, took: float, least: float) -> str:

@@ -1,5 +1,7 @@
 """Plans on a model for real: what a few micro-batches take, beside what was predicted."""
 
+import itertools
+import statistics
 import time
 
 import torch
@@ -74,7 +76,7 @@ class Tryout:
         return step, took or counted
 
     def _seconds_in_a_row(self, plan: Plan, batch: Batch) -> float:
-        """Of a micro-batch, one of some that follow each other as in a training: the host is ahead, if it can be."""
+        """The median of some micro-batches that follow each other as in a training: the host is ahead, if it can be."""
         self._free_gradients()
         ends = []
         for _ in range(1 + _IN_A_ROW):  # before the first one the device had nothing to do
@@ -83,7 +85,7 @@ class Tryout:
                 self.feeding.loss(batch).backward()
             ends.append(moment(self.feeding.device))
         wait_for(self.feeding.device)
-        return seconds_between(ends[0], ends[-1]) / _IN_A_ROW
+        return statistics.median(itertools.starmap(seconds_between, itertools.pairwise(ends)))
 
     def _memory(self, plan: Plan, step: Step) -> tuple[tuple[Moment, ...], int]:
         """At each cut and at most, with what is not there yet, such as the optimizer's state."""
