@@ -1,6 +1,7 @@
 """One case at one budget: the planner's choice and its rivals run, and the fastest of them again; all saved at once."""
 
 import gc
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -195,13 +196,13 @@ def fastest_rivals(runs: dict[str, Result]) -> list[str]:
 
 
 def compared(result: Result) -> Result:
-    """The prediction beside the measurement, and the choice beside the best rival that ran; speeds are of all runs."""
+    """The prediction beside the measurement, and the choice beside the best rival that ran."""
     runs = result["runs"]
     ours = _ran(runs[CHOSEN])
     if not ours:
         return {"failed": True}
-    speed, peak = _mean_speed(runs[CHOSEN]), max(run["peak"] for run in ours)
-    rivals = {name: _mean_speed(runs[name]) for name in fastest_rivals(runs)}
+    speed, peak = _speed(runs[CHOSEN]), max(run["peak"] for run in ours)
+    rivals = {name: _speed(runs[name]) for name in fastest_rivals(runs)}
     best = max(rivals, key=lambda name: rivals[name], default=None)
     return {
         "failed": len(ours) < 1 + len(runs[CHOSEN].get("again", [])),
@@ -219,6 +220,6 @@ def _ran(run: Result) -> list[Result]:
     return [one for one in (run, *run.get("again", [])) if "failed" not in one]
 
 
-def _mean_speed(run: Result) -> float:
-    speeds = [one["samples_per_s"] for one in _ran(run)]
-    return sum(speeds) / len(speeds)
+def _speed(run: Result) -> float:
+    """The median of all its runs: the machine may have been busy in one of them."""
+    return statistics.median(one["samples_per_s"] for one in _ran(run))
