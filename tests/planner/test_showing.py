@@ -150,7 +150,11 @@ def test_what_does_not_fit_is_said_and_not_thrown(app, maker):
         (["--memory", "lots"], "must be a number and one of the units"),
         (["--memory", "1GiB", "--host-memory", "some"], "--host-memory: an amount of memory must be a number and one"),
         (["--memory", "1GiB", "--seq-len", "64"], "--seq-len and --image-size are for --app"),
-        pytest.param([], "no memory budget of its own", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="")),
+        pytest.param(
+            [],
+            "has no budget of its own: give one, as --memory",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason=""),
+        ),
     ],
 )
 def test_wrong_amounts_are_explained(app, maker, arguments, message):
@@ -191,6 +195,19 @@ def test_without_a_gpu_the_command_says_at_once_that_it_measures_on_the_cpu(app,
     monkeypatch.setattr("fleetx.planner.plan", ended)
     done = runner.invoke(app, [maker, "--memory", "1GiB"])
     assert done.output.index("measuring on the CPU") < done.output.index("nothing fits")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--memory", "20KiB"], r"give --memory '[\d.]+ KiB' or more, or take a smaller model"),
+        (["--memory", "40KiB", "--global-batch", "512", "--one-forward"], r"leave out --one-forward, so that"),
+    ],
+)
+def test_what_the_command_advises_are_its_own_options(app, maker, arguments, message):
+    done = runner.invoke(app, [maker, "--no-bf16", *arguments])
+    assert done.exit_code == 1
+    assert re.search(message, " ".join(done.stderr.split()))
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,8 @@ Door = Literal["minimize", "Step", "a program"]
 CHECKED = 2  # updates; before the first one the optimizer has no state yet
 SMALLER = 0.9  # of the peak that ran out of memory
 WORDS = Words(
-    "recompute_configs.memory_budget", "without gradient_merge and recompute_configs.global_batch it is whole"
+    memory="recompute_configs.memory_budget={!r}",
+    whole="without gradient_merge and recompute_configs.global_batch it is whole",
 )
 
 _plannings: "weakref.WeakKeyDictionary[nn.Module, Planning]" = weakref.WeakKeyDictionary()

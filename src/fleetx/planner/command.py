@@ -41,6 +41,7 @@ def plan_command(
     import torch
 
     from fleetx import planner
+    from fleetx.planner.fitting import Words
     from fleetx.planner.picture import draw_plan
     from fleetx.planner.samples import APPLICATIONS, application
 
@@ -77,7 +78,8 @@ def plan_command(
             cached=cached,
         )
     except planner.DoesNotFit as error:
-        typer.echo(str(error), err=True)
+        words = Words("--memory {!r}", "--host-memory", "--one-forward", "--one-forward keeps it whole")
+        typer.echo(error.said_in(words), err=True)
         raise typer.Exit(1) from error
     typer.echo(plan.to_json() if json else str(plan))
     if out is not None:
@@ -96,6 +98,10 @@ def _checked_budget(device: "torch.device", memory: int | str | None, host_memor
     from fleetx.planner.budget import budget_on
     from fleetx.units import parse_bytes
 
+    if memory is None and device.type == "cpu":
+        raise typer.BadParameter(
+            "--memory is missing, and a machine without a GPU has no budget of its own: give one, as --memory 8GiB."
+        )
     option = "--host-memory"
     try:
         parse_bytes(host_memory or 0)

@@ -2,19 +2,43 @@
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from fleetx.planner.search import Search
 from fleetx.units import format_apart, format_bytes, parse_bytes
 
 
+class Words(NamedTuple):
+    """What the settings are called where the question comes from: remedies speak of these."""
+
+    memory: str = "memory={!r}"  # with an amount
+    host_memory: str = "host_memory"
+    one_forward: str = "one_forward"
+    whole: str = "one_forward=True keeps it whole"
+
+
+OF_PLAN = Words()
+
+
 class DoesNotFit(ValueError):  # noqa: N818 - it reads as what it says
     """No plan is within the budget; says the least memory that would do, and the largest batch."""
 
-    def __init__(self, message: str, least_memory: int | None, largest_micro_batch: int) -> None:
+    def __init__(
+        self,
+        message: str,
+        least_memory: int | None,
+        largest_micro_batch: int,
+        say: Callable[[Words], str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.least_memory = least_memory
         self.largest_micro_batch = largest_micro_batch  # 0 if not even one sample fits
+        self._say = say
+
+    def said_in(self, words: Words) -> str:
+        """The message for whoever asked in another way."""
+        return str(self) if self._say is None else self._say(words)
 
 
 T = TypeVar("T")
@@ -31,16 +55,6 @@ def first_that_fits(ways: Iterable[list[str]], attempt: Callable[[list[str]], T]
     raise min(failures, key=lambda error: math.inf if error.least_memory is None else error.least_memory)
 
 
-class Words(NamedTuple):
-    """What the settings are called where the question comes from: remedies speak of these."""
-
-    memory: str = "memory"
-    whole: str = "one_forward=True keeps it whole"
-
-
-OF_PLAN = Words()
-
-
 def does_not_fit(
     search: Search,
     memory: int,
@@ -50,19 +64,32 @@ def does_not_fit(
 ) -> DoesNotFit:
     """The error for a search that found nothing within a budget."""
     least, largest = search.least_memory(), search.largest_micro_batch(memory)
+    say = partial(_message, search, memory, one_forward, k_steps, least, largest)
+    return DoesNotFit(say(words), least, largest, say)
+
+
+def _message(
+    search: Search,
+    memory: int,
+    one_forward: bool,
+    k_steps: int | None,
+    least: int | None,
+    largest: int,
+    words: Words,
+) -> str:
     whole = f"{search.global_batch:,} samples in one forward need" if one_forward else "one sample at a time needs"
     if not one_forward and (k_steps is not None or search.cuts[0].micro_batch > 1):
         whole = f"micro-batches of {search.cuts[0].micro_batch:,} samples need"
     if least is None:
-        rule, remedies = _never(search)
+        rule, remedies = _never(search, words)
     else:
         needed, budget = format_apart(least, memory)
         rule = f"{whole} at least {needed} on the device, and the budget is {budget}"
-        remedies = [f"give {words.memory}={_enough(least)!r} or more"]
+        remedies = [f"give {words.memory.format(_enough(least))} or more"]
     if one_forward and largest:
         remedies.append(f"take at most {largest:,} samples in one forward")
         if k_steps is None:
-            remedies.append("leave out one_forward, so that smaller micro-batches are merged")
+            remedies.append(f"leave out {words.one_forward}, so that smaller micro-batches are merged")
         else:
             remedies.append(f"merge micro-batches, with k_steps={math.ceil(search.global_batch / largest):,} or more")
     elif k_steps is not None and largest:
@@ -72,15 +99,17 @@ def does_not_fit(
         )
     elif not one_forward or not remedies:
         remedies.append("take a smaller model or shorter inputs")
-    return DoesNotFit(f"{rule}: {', or '.join(remedies)}.", least, largest)
+    return f"{rule}: {', or '.join(remedies)}."
 
 
-def _never(search: Search) -> tuple[str, list[str]]:
+def _never(search: Search, words: Words) -> tuple[str, list[str]]:
     """Rule and remedies if no memory on the device is enough: some segment was measured only as sent to the host."""
     if search.host_memory is None:
         return "what a segment sends to the host must be back in time, and the copies of one are too slow", []
     limit = format_bytes(search.host_memory)
-    return f"no plan is possible with {limit} of host memory, however much the device has", ["give more host_memory"]
+    return f"no plan is possible with {limit} of host memory, however much the device has", [
+        f"give more {words.host_memory}"
+    ]
 
 
 def _enough(least: int) -> str:

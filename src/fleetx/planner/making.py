@@ -15,6 +15,8 @@ CLOSE = 0.08  # part of the speed: which of two plans is faster in reality may b
 TOLERATED = 1.5  # times as long: what real times preferred may be predicted to take so much, and no more
 _RUNNERS_UP = 3
 _GAIN = 0.002  # part of the speed: what gains less is not looked for at other budgets
+_STEPS = (-4, -2, -1, 0, 1, 2, 4, 8, 16, 32, 64, 128)  # GiB more or less, or eighths of a small budget
+_FEW_STEPS = (-4, -1, 0, 1, 4, 16, 64)  # where each takes long
 
 
 def plan_for(
@@ -103,7 +105,7 @@ def _curve(search: Search, memory: int, best: Found) -> tuple[Purchase, ...]:
     limit = plenty[0].seconds if plenty else 0.0
     bought: list[Purchase] = []
     like = best.cut
-    for factor in (-4, -2, -1, 0, 1, 2, 4, 8, 16, 32, 64, 128):
+    for factor in _FEW_STEPS if search.is_long else _STEPS:
         budget = memory + factor * step
         found = [best] if factor == 0 else search.best(budget, gain=_GAIN, like=like)
         fastest = found[0] if found else None
