@@ -116,6 +116,13 @@ def test_what_the_winner_took_more_is_known_afterwards():
     assert found.profile.unexplained.per_sample > 0
 
 
+def test_that_the_winner_took_far_less_is_said():
+    first = make(transformer())
+    _, found, _ = raced(slow(first), peak=lambda plan: int(plan.peak * 0.95))
+    assert found.prefer == first.runners_up[0].k_steps
+    assert "real micro-batches took 5.0% less memory than predicted" in found.plan.notes[-1]
+
+
 def test_only_close_ones_run():
     profile = transformer(overhead=0.1)  # launches are all that counts: twice as many micro-batches take twice as long
     first, found, ran = raced(slow(make(profile)), profile=profile)

@@ -66,13 +66,7 @@ def until_verified(profile: Profile, tryout: Tryout, make: Make, largest: Callab
         one = one.having_learned(times=1 + attempt)  # more each time: another plan is wrong by another amount
         tried.append(one)
         profile = one.profile if one.took_more else profile.corrected(plan.micro_batch, one.peak - plan.peak_of_trial)
-    best = min(tried, key=lambda one: one[:2])
-    found = best.verified(first_peak)
-    less = 1 - best.peak / best.plan.peak_of_trial
-    if less <= TOLERANCE:
-        return found
-    note = f"real micro-batches took {less:.1%} less memory than predicted, after all that was tried."
-    return found._replace(plan=replace(found.plan, notes=(*found.plan.notes, note)))
+    return min(tried, key=lambda one: one[:2]).verified(first_peak)
 
 
 class Tried(NamedTuple):
@@ -101,10 +95,13 @@ class Tried(NamedTuple):
         return self._replace(profile=self.profile.corrected(self.plan.micro_batch, missing))
 
     def verified(self, first_peak: int) -> Verified:
-        """The plan does not promise less than it took: it may be kept because all others were worse."""
-        plan = self.plan
+        """The plan does not promise less than it took, and says if it took far less: all others may be worse."""
+        plan, less = self.plan, 1 - self.peak / self.plan.peak_of_trial
         if self.beyond < math.inf and self.peak > plan.peak * (1 + TOLERANCE):
             plan = plan.taking_more(self.peak - plan.peak)
+        if less > TOLERANCE:
+            note = f"real micro-batches took {less:.1%} less memory than predicted, after all that was tried."
+            plan = replace(plan, notes=(*plan.notes, note))
         return Verified(plan, self.profile, first_peak, self.beyond)
 
 
