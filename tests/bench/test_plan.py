@@ -23,6 +23,7 @@ from fleetx.planner.chain import State
 from fleetx.planner.feeding import Feeding
 from fleetx.planner.making import plan_for
 from fleetx.planner.profile import measure
+from fleetx.report.tables import plan_table
 from fleetx.units import format_bytes
 from tests.planner.profiles import transformer
 
@@ -125,6 +126,73 @@ def test_a_run_that_is_out_of_time_is_taken_up_where_it_ended(cases, tmp_path, m
     runs = [run for result in results.values() for run in result["runs"].values()]
     assert len(ran) == sum(1 + len(run.get("again", [])) for run in runs)
     assert saved["runs"]["chosen"].items() <= results["stack in 800 KiB"]["runs"]["chosen"].items()
+
+
+@pytest.fixture
+def one_case(monkeypatch):
+    monkeypatch.setattr(bench, "TINY_CASES", [Case("stack", stack, 16, (800 * KIB,))])
+    return "stack in 800 KiB"
+
+
+def ran_until(monkeypatch, folder, most, fails=lambda number: False):
+    """What is saved after so many measurements, which all come out alike; and how many there were."""
+    count = 0
+
+    def run(self, plan, memory):
+        nonlocal count
+        count += 1
+        return Ran(failed="out of memory") if fails(count) else Ran(100, 50.0 + plan.micro_batch)
+
+    monkeypatch.setattr(Runner, "run", run)
+    monkeypatch.setattr(time, "monotonic", lambda: float(count))
+    results, _, complete = bench.measure(folder, tiny=True, seconds=most - 0.5)
+    return results["stack in 800 KiB"], count, complete
+
+
+def test_wherever_it_was_interrupted_nothing_runs_twice(one_case, tmp_path, monkeypatch):
+    whole, count, complete = ran_until(monkeypatch, tmp_path / "whole", 1000)
+    assert complete
+    assert count == 1 + len(whole["rivals"]) + 2 * (1 + min(3, len(whole["rivals"])))
+    for first in range(1, count):
+        folder = tmp_path / str(first)
+        assert not ran_until(monkeypatch, folder, first)[2]
+        # On another day others would be worth a try: the same ones go on.
+        monkeypatch.setattr(grid, "AT_RANDOM", 3)
+        result, rest, complete = ran_until(monkeypatch, folder, 1000)
+        monkeypatch.setattr(grid, "AT_RANDOM", 1)
+        assert complete
+        assert (rest, len(result["runs"])) == (count - first, len(whole["runs"]))
+
+
+def test_rivals_of_a_former_version_that_are_not_tried_any_more_are_left_alone(one_case, tmp_path, monkeypatch):
+    ran_until(monkeypatch, tmp_path, 3)
+    path = next(tmp_path.glob("*.json"))
+    saved = json.loads(path.read_text())
+    case = saved["cases"][one_case]
+    del case["rivals"]
+    case["runs"]["gone, 4"] = {"samples_per_s": 1e6, "peak": 1, "is_rival": True}
+    path.write_text(json.dumps(saved))
+    result, _, complete = ran_until(monkeypatch, tmp_path, 1000)
+    assert complete
+    assert "again" not in result["runs"]["gone, 4"]
+
+
+def test_a_chosen_plan_that_fails_at_once_is_said_to_have_failed(one_case, tmp_path, monkeypatch):
+    result, count, complete = ran_until(monkeypatch, tmp_path, 1000, fails=lambda number: number == 1)
+    assert complete
+    assert count == 1 + len(result["rivals"])
+    assert bench.rows({one_case: result})[0][1] == "ran out of memory"
+    assert "ran out of memory" in plan_table(json.loads(next(tmp_path.glob("*.json")).read_text()))
+
+
+def test_a_rival_that_fails_in_its_finals_is_no_alternative():
+    fine = {"peak": 90, "samples_per_s": 10.0, "is_rival": True, "again": []}
+    runs = {
+        "chosen": fine | {"is_rival": False},
+        "lucky": fine | {"samples_per_s": 20.0, "again": [{"failed": "memory"}]},
+        "a": fine,
+    }
+    assert compared({"runs": runs, "predicted_peak": 90, "first_predicted_peak": 90})["of_best_rival"] == 1.0
 
 
 def test_cases_are_chosen_by_name_and_those_without_their_library_are_left_out(cases):

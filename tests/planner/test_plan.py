@@ -451,6 +451,14 @@ def test_planning_two_hundred_segments_takes_less_than_two_seconds(question, mak
     assert plan.peak <= 12 * GIB
     assert any(state != EVERYTHING for state in plan.states)  # the budget binds
     assert plan.is_exact or "faster might exist" in " ".join(plan.notes)
+    assert (len(plan.curve) > 0) == curve
+
+
+def test_of_many_segments_fewer_budgets_are_asked_about_and_the_next_gib_among_them():
+    curves = [plan_for(transformer(count), memory=32 * GIB, global_batch=64).curve for count in (24, 80)]
+    assert len(curves[0]) > len(curves[1]) >= 4
+    for curve in curves:
+        assert {31 * GIB, 32 * GIB, 33 * GIB} <= {bought.memory for bought in curve}
 
 
 def test_that_two_hundred_segments_do_not_fit_is_said_soon_and_the_least_memory_is_enough():

@@ -77,6 +77,36 @@ def test_a_plan_that_was_unlucky_runs_again_before_another_one_takes_its_place()
     _, found, ran = raced(unlucky_once)
     assert found.prefer is None
     assert ran == [first.runners_up[0].k_steps, first.k_steps, first.runners_up[1].k_steps]
+    assert found.plan.measured.seconds == first.seconds  # else it would be said to be far slower than predicted
+
+
+def test_a_plan_that_is_slower_when_it_runs_again_is_as_fast_as_it_was():
+    first, times = make(transformer()), []
+
+    def slower_each_time(plan):
+        times.append(plan.k_steps)
+        return slow(first, 1.2 + times.count(first.k_steps))(plan)
+
+    _, found, _ = raced(slower_each_time)
+    gain = found.plan.samples_per_s * 2.2 / first.samples_per_s - 1
+    assert f"but real micro-batches took {gain:.1%} longer" in found.plan.reason
+
+
+def test_a_plan_runs_again_only_once_and_not_if_it_took_more_than_the_budget():
+    first = make(transformer())
+    others = [one.k_steps for one in first.runners_up[:2]]
+
+    def faster_and_faster(plan):
+        return {first.k_steps: 3.0, others[0]: 2.0, others[1]: 1.0}[plan.k_steps]
+
+    _, found, ran = raced(faster_and_faster)
+    assert ran == [others[0], first.k_steps, others[1]]
+    assert found.prefer == others[1]
+
+    def beyond(plan):
+        return plan.memory + 1 if plan.k_steps == first.k_steps else plan.peak
+
+    assert raced(faster_and_faster, peak=beyond)[2] == others
 
 
 def test_a_plan_that_has_no_room_when_it_runs_again_is_as_fast_as_it_was():

@@ -33,6 +33,10 @@ def make():
     blocks = (nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4))
     return nn.Sequential(*blocks, nn.Linear(16, 3)), (torch.randn(4, 16), torch.randint(3, (4,))), nn.CrossEntropyLoss()
 
+def normed():
+    model, sample, loss_fn = make()
+    return nn.Sequential(nn.BatchNorm1d(16), model), sample, loss_fn
+
 def wrong():
     return make()[0]
 """
@@ -208,6 +212,11 @@ def test_what_the_command_advises_are_its_own_options(app, maker, arguments, mes
     done = runner.invoke(app, [maker, "--no-bf16", *arguments])
     assert done.exit_code == 1
     assert re.search(message, " ".join(done.stderr.split()))
+
+
+def test_what_the_command_notes_are_its_own_options(app, maker):
+    done = runner.invoke(app, ["users_model:normed", "--no-bf16", "--memory", "28KiB", "--global-batch", "512"])
+    assert "not the whole batch; --one-forward keeps it whole." in " ".join(done.stdout.split())
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,8 @@ def rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
     made: list[tuple[str, ...]] = []
     for name, result in results.items():
         if "of_best_rival" not in result:
-            made.append((name, "does not fit" if "does not fit" in result else "not yet complete", "", "", "", ""))
+            why = "does not fit" if "does not fit" in result else "ran out of memory" if result.get("failed") else ""
+            made.append((name, why or "not yet complete", "", "", "", ""))
             continue
         of_best = result["of_best_rival"]
         made.append(

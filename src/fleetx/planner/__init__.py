@@ -17,7 +17,7 @@ from fleetx.planner.blocks import find_blocks
 from fleetx.planner.budget import budget_on
 from fleetx.planner.costs import Profile
 from fleetx.planner.feeding import Feeding
-from fleetx.planner.fitting import DoesNotFit
+from fleetx.planner.fitting import OF_PLAN, DoesNotFit, Words
 from fleetx.planner.making import plan_for
 from fleetx.planner.plan import Plan
 from fleetx.planner.profile import measure
@@ -45,6 +45,7 @@ def plan(
     bandwidth: float | None = None,
     cached: bool = True,
     verify: bool = False,
+    words: Words = OF_PLAN,
 ) -> Plan:
     """The fastest plan to train `model` within `memory`, before the first step.
 
@@ -57,7 +58,7 @@ def plan(
     the dtype of autocast. `even` allows only micro-batches of equal size. `bandwidth` is that of the host link in bytes
     per second, measured if not given. What was measured is kept on disk if `cached`. `verify=True` runs the plan on
     real micro-batches, and plans anew if they take more than the budget, or differ from the prediction by more than
-    3 %.
+    3 %. `words` are what messages call these settings, for whoever has them under other names.
 
     The model, its gradients, buffers and all random generators are as before afterwards.
     """
@@ -87,7 +88,7 @@ def plan(
     question = {"memory": budget, "global_batch": batch, "host_memory": cap, "one_forward": one_forward, "even": even}
 
     def make(profile: Profile, *, curve: bool = True, prefer: int | None = None) -> Plan:
-        return plan_for(profile, **question, curve=curve, prefer=prefer)
+        return plan_for(profile, **question, curve=curve, prefer=prefer, words=words)
 
     def with_what_is_known(profile: Profile) -> Profile:
         fixed = with_others(profile.fixed, model, optimizer, sample, feeding.device)

@@ -76,10 +76,10 @@ def plan_command(
             precision=torch.bfloat16 if bf16 else None,
             verify=verify,
             cached=cached,
+            words=Words("--memory {!r}", "--host-memory", "--one-forward", "--one-forward keeps it whole"),
         )
     except planner.DoesNotFit as error:
-        words = Words("--memory {!r}", "--host-memory", "--one-forward", "--one-forward keeps it whole")
-        typer.echo(error.said_in(words), err=True)
+        typer.echo(str(error), err=True)
         raise typer.Exit(1) from error
     typer.echo(plan.to_json() if json else str(plan))
     if out is not None:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import NamedTuple, TypeVar
 
 from fleetx.planner.search import Search
@@ -24,21 +23,10 @@ OF_PLAN = Words()
 class DoesNotFit(ValueError):  # noqa: N818 - it reads as what it says
     """No plan is within the budget; says the least memory that would do, and the largest batch."""
 
-    def __init__(
-        self,
-        message: str,
-        least_memory: int | None,
-        largest_micro_batch: int,
-        say: Callable[[Words], str] | None = None,
-    ) -> None:
+    def __init__(self, message: str, least_memory: int | None, largest_micro_batch: int) -> None:
         super().__init__(message)
         self.least_memory = least_memory
         self.largest_micro_batch = largest_micro_batch  # 0 if not even one sample fits
-        self._say = say
-
-    def said_in(self, words: Words) -> str:
-        """The message for whoever asked in another way."""
-        return str(self) if self._say is None else self._say(words)
 
 
 T = TypeVar("T")
@@ -64,19 +52,6 @@ def does_not_fit(
 ) -> DoesNotFit:
     """The error for a search that found nothing within a budget."""
     least, largest = search.least_memory(), search.largest_micro_batch(memory)
-    say = partial(_message, search, memory, one_forward, k_steps, least, largest)
-    return DoesNotFit(say(words), least, largest, say)
-
-
-def _message(
-    search: Search,
-    memory: int,
-    one_forward: bool,
-    k_steps: int | None,
-    least: int | None,
-    largest: int,
-    words: Words,
-) -> str:
     whole = f"{search.global_batch:,} samples in one forward need" if one_forward else "one sample at a time needs"
     if not one_forward and (k_steps is not None or search.cuts[0].micro_batch > 1):
         whole = f"micro-batches of {search.cuts[0].micro_batch:,} samples need"
@@ -99,7 +74,7 @@ def _message(
         )
     elif not one_forward or not remedies:
         remedies.append("take a smaller model or shorter inputs")
-    return f"{rule}: {', or '.join(remedies)}."
+    return DoesNotFit(f"{rule}: {', or '.join(remedies)}.", least, largest)
 
 
 def _never(search: Search, words: Words) -> tuple[str, list[str]]:

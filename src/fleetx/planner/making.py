@@ -99,7 +99,7 @@ def _runner_up(search: Search, found: Found) -> RunnerUp:
 
 
 def _curve(search: Search, memory: int, best: Found) -> tuple[Purchase, ...]:
-    """What less and more memory would give; budgets double their distance until nothing is gained any more."""
+    """What less and more memory would give; budgets lie further and further apart, until nothing is gained any more."""
     step = GIB if memory >= 8 * GIB else max(1, memory // 8)
     plenty = search.best(2**60, gain=_GAIN)
     limit = plenty[0].seconds if plenty else 0.0

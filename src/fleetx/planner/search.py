@@ -20,7 +20,6 @@ _MANY = 60  # segments, from which on only the most promising slicing is searche
 _LONG = (40,), 800  # widths of that search, and of the proof that nothing is faster
 _WIDE = (120, 3000), 12000  # and in others, of slicings that may hold something faster
 _COARSE = (120,)  # where not every last bit of speed is asked for
-_PROMISING = 3  # slicings that are then tried of a long chain
 _ROUNDED = 1 + 1e-9
 _FINER = 1.25  # ratio of neighbouring micro-batches among those that do not divide the global batch
 
@@ -150,15 +149,13 @@ class Search:
         """
         usable = self.usable(memory)
         widths = _COARSE if gain and not self.is_long else None
-        most = _PROMISING if gain and self.is_long else len(self.cuts)
         bounds = sorted((self._least_seconds(cut, usable), -cut.micro_batch, cut) for cut in self.cuts)
         found: list[Found] = []
         bounds.sort(key=lambda bound: bound[2] != like)
         for least, _, cut in bounds:
             fastest = min((one.seconds for one in found), default=math.inf) * (1 - gain)
-            if least == math.inf or (len(found) >= wanted and (least >= fastest or most <= 0)):
+            if least == math.inf or (len(found) >= wanted and least >= fastest):
                 continue
-            most -= 1
             one = self.at(cut, memory, faster_than=fastest if len(found) >= wanted else math.inf, widths=widths)
             if one is not None:
                 found.append(one)

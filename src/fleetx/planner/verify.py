@@ -95,12 +95,12 @@ class Tried(NamedTuple):
         return self._replace(profile=self.profile.corrected(self.plan.micro_batch, missing))
 
     def verified(self, first_peak: int) -> Verified:
-        """The plan does not promise less than it took, and says if it took far less: all others may be worse."""
+        """The plan does not promise less than it took, and says if that was far less than it promises."""
         plan, less = self.plan, 1 - self.peak / self.plan.peak_of_trial
         if self.beyond < math.inf and self.peak > plan.peak * (1 + TOLERANCE):
             plan = plan.taking_more(self.peak - plan.peak)
         if less > TOLERANCE:
-            note = f"real micro-batches took {less:.1%} less memory than predicted, after all that was tried."
+            note = f"real micro-batches took {less:.1%} less memory than predicted."
             plan = replace(plan, notes=(*plan.notes, note))
         return Verified(plan, self.profile, first_peak, self.beyond)
 

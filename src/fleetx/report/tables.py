@@ -106,22 +106,24 @@ def _share(row: Result, plain: float | None) -> str:
 
 def plan_table(result: Result) -> str:
     """The planner's predictions beside what was measured, and its plans beside those made by hand and at random."""
-    cases = {name: case for name, case in result["cases"].items() if case.get("complete") and "peak" in case}
-    rows = [
-        (
-            name,
-            f"{case['micro_batch']:,} × {case['k_steps']}",
-            f"{case['peak'] / 2**30:.1f}",
-            _signed_percent(case["peak_error"]),
-            f"{case['samples_per_s']:,.0f}",
-            _times(case["of_best_rival"], ""),
-            case["best_rival"] or "",
-        )
-        for name, case in cases.items()
-    ]
+    cases = {name: case for name, case in result["cases"].items() if case.get("complete") and "plan" in case}
+    rows = [(name, f"{case['micro_batch']:,} × {case['k_steps']}", *_outcome(case)) for name, case in cases.items()]
     heads = ("model", "micro-batch × k", "takes, GiB", "predicted", "samples/s", "of the best by hand", "which is")
     # It is measured in several goes, each with a command of its own.
     return _table(heads, rows) + _origin({**result, "command": "fleetx bench plan"})
+
+
+def _outcome(case: Result) -> tuple[str, ...]:
+    """What a plan took, beside the prediction and the best rival."""
+    if "peak" not in case:
+        return "ran out of memory", "", "", "", ""
+    return (
+        f"{case['peak'] / 2**30:.1f}",
+        _signed_percent(case["peak_error"]),
+        f"{case['samples_per_s']:,.0f}",
+        _times(case["of_best_rival"], ""),
+        case["best_rival"] or "",
+    )
 
 
 def digits_table(result: Result) -> str:

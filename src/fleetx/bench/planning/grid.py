@@ -2,9 +2,9 @@
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fleetx.planner.chain import State, evaluate
 from fleetx.planner.costs import Profile
@@ -12,6 +12,7 @@ from fleetx.planner.plan import Plan
 
 BY_HAND, AT_RANDOM = 12, 10
 KEPT, AGAIN, AWAY = State("everything"), State("inputs"), State("inputs", "host")
+_LETTERS = {KEPT: "k", AGAIN: "a", AWAY: "h"}
 _WORTH_A_TRY = 1.05  # of the budget: predictions may be wrong
 
 
@@ -21,6 +22,16 @@ class Rival(NamedTuple):
     name: str
     micro_batch: int
     states: tuple[State, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, without its name; a letter for each state."""
+        return {"micro_batch": self.micro_batch, "states": "".join(_LETTERS[state] for state in self.states)}
+
+    @classmethod
+    def from_dict(cls, name: str, values: Mapping[str, Any]) -> "Rival":
+        """From what JSON gave."""
+        meant = {letter: state for state, letter in _LETTERS.items()}
+        return cls(name, values["micro_batch"], tuple(meant[letter] for letter in values["states"]))
 
 
 def rivals(profile: Profile, global_batch: int, memory: int, *, one_forward: bool, seed: int = 0) -> list[Rival]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fleetx.bench.planning.cases import Case
-from fleetx.bench.planning.grid import as_plan, rivals
+from fleetx.bench.planning.grid import Rival, as_plan, rivals
 from fleetx.bench.planning.running import Runner
 from fleetx.planner.budget import budget_on
 from fleetx.planner.feeding import Feeding
@@ -103,9 +103,13 @@ class Bench:
         return plan
 
     def _rivals(self, plan: Plan, task: "_Task") -> dict[str, Plan]:
-        profile, case = task.opened.road.profile_at(plan.names), task.case
-        found = rivals(profile, case.global_batch, task.memory, one_forward=case.one_forward)
-        return {rival.name: as_plan(rival, plan) for rival in found}
+        """The same ones after an interruption: the model may have been measured anew since, and others be worth it."""
+        if "rivals" not in task.result:
+            profile, case = task.opened.road.profile_at(plan.names), task.case
+            found = rivals(profile, case.global_batch, task.memory, one_forward=case.one_forward)
+            task.result["rivals"] = {rival.name: rival.as_dict() for rival in found}
+        saved = task.result["rivals"].items()
+        return {name: as_plan(Rival.from_dict(name, values), plan) for name, values in saved}
 
     def _run(self, name: str, plan: Plan, task: "_Task") -> None:
         """A plan for the first time."""
@@ -127,7 +131,9 @@ class Bench:
         Machines have good and bad moments: of twenty that ran once, the fastest is also one of the luckiest.
         """
         runs = task.result["runs"]
-        names = [name for name in (CHOSEN, *fastest_rivals(runs)) if "failed" not in runs[name]]
+        if "failed" in runs[CHOSEN]:
+            return  # there is nothing to compare
+        names = [CHOSEN, *(name for name in fastest_rivals(runs) if name in plans)]
         for number in range(_FINALS):
             for name in names:
                 again = runs[name].setdefault("again", [])
@@ -202,10 +208,11 @@ def compared(result: Result) -> Result:
     if not ours:
         return {"failed": True}
     speed, peak = _speed(runs[CHOSEN]), max(run["peak"] for run in ours)
-    rivals = {name: _speed(runs[name]) for name in fastest_rivals(runs)}
+    # Who ran out of memory once is no alternative.
+    rivals = {name: _speed(runs[name]) for name in fastest_rivals(runs) if not _has_failed(runs[name])}
     best = max(rivals, key=lambda name: rivals[name], default=None)
     return {
-        "failed": len(ours) < 1 + len(runs[CHOSEN].get("again", [])),
+        "failed": _has_failed(runs[CHOSEN]),
         "peak": peak,
         "peak_error": result["predicted_peak"] / peak - 1,
         "first_peak_error": result["first_predicted_peak"] / peak - 1,
@@ -218,6 +225,10 @@ def compared(result: Result) -> Result:
 def _ran(run: Result) -> list[Result]:
     """Each time that a plan ran and had enough memory."""
     return [one for one in (run, *run.get("again", [])) if "failed" not in one]
+
+
+def _has_failed(run: Result) -> bool:
+    return len(_ran(run)) < 1 + len(run.get("again", []))
 
 
 def _speed(run: Result) -> float:
