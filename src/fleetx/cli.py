@@ -225,7 +225,8 @@ def bench_memory(
 
     if not torch.cuda.is_available():
         raise typer.BadParameter("fleetx bench memory needs a GPU, and this machine has none.")
-    chosen = [(case, row) for case, row in memory.all_rows() if re.search(only or "", f"{row.batch} {row.name}")]
+    wanted = _pattern(only)
+    chosen = [(case, row) for case, row in memory.all_rows() if wanted.search(f"{row.batch} {row.name}")]
     path = out / "memory.json"
     results = memory.current(so_far(path, "rows") or [])
     for case, row in chosen:
@@ -248,7 +249,9 @@ def bench_plan(
     only: Annotated[
         str | None, typer.Option(help="Only what this regular expression is found in, such as 'bert_large in 32'.")
     ] = None,
-    seconds: Annotated[float | None, typer.Option(help="Stop after so long; the next run goes on from there.")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=0, help="Stop after so long; the next run goes on from there.")
+    ] = None,
     compile: Annotated[bool, typer.Option(help="Compiled segments.")] = False,
     tiny: Annotated[bool, typer.Option(help="Small models on a simulated device, on any machine.")] = False,
 ) -> None:
@@ -259,6 +262,7 @@ def bench_plan(
 
     if not tiny and not torch.cuda.is_available():
         raise typer.BadParameter("fleetx bench plan needs a GPU, and this machine has none: add --tiny.")
+    _pattern(only)
     try:
         results, path, complete = plan.measure(out, tiny=tiny, only=only, seconds=seconds, compile=compile)
     except ValueError as error:
@@ -267,6 +271,13 @@ def bench_plan(
     _show(plan.TINY_WHAT if tiny else plan.WHAT, heads, plan.rows(results), path)
     if not complete:
         print("time is over: run the same command again to go on.")
+
+
+def _pattern(only: str | None) -> re.Pattern[str]:
+    try:
+        return re.compile(only or "")
+    except re.error as error:
+        raise typer.BadParameter(f"--only must be a regular expression, got {only!r}: {error}.") from error
 
 
 def _figure(value: float | None) -> str:

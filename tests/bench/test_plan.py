@@ -207,7 +207,7 @@ def test_a_budget_that_is_too_small_is_said_to_be_so(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "TINY_CASES", [Case("stack", stack, 16, (100 * KIB,))])
     results, _, complete = bench.measure(tmp_path, tiny=True)
     assert complete
-    assert "needs at least" in results["stack in 100 KiB"]["does not fit"]
+    assert "need at least" in results["stack in 100 KiB"]["does not fit"]
     assert bench.rows(results)[0][1] == "does not fit"
 
 

@@ -9,6 +9,8 @@ import fleetx
 from fleetx.planner.asked import check
 from fleetx.planner.updating import moved_by
 
+NEEDS_GRADIENT = torch.ones((), requires_grad=True)
+
 
 def net():
     torch.manual_seed(0)
@@ -49,6 +51,9 @@ def asked(model=None, **settings):
         ({"loss_fn": "mse"}, TypeError, "loss_fn must be a function .* got 'mse': give for example"),
         ({"loss_fn": lambda out: out.mean()}, TypeError, "loss_fn must be .* does not take two arguments"),
         ({"checkpoints": "Auto"}, ValueError, "got 'Auto': write \"auto\""),
+        ({"memory": -1}, ValueError, "^memory: an amount of memory must not be negative, got -1"),
+        ({"host_memory": "2 KiBs"}, ValueError, "^host_memory: .* got '2 KiBs'"),
+        ({"host_memory": True}, TypeError, "^host_memory: .* got True"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_with_a_remedy(settings, error, message):
@@ -86,7 +91,11 @@ def test_values_that_can_be_meant_are_taken():
 
 
 def test_what_is_doubtful_is_noted():
-    assert asked().notes == ()
+    model = net()
+    assert asked(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)).notes == ()
+    (note,) = asked().notes
+    assert "no optimizer was given, so that memory for its state was not planned" in note
+    assert asked(net().requires_grad_(False), loss_fn=lambda out, y: NEEDS_GRADIENT * out.mean()).notes == ()
     other = torch.optim.SGD(net().parameters(), lr=0.1)
     first, second = asked(net().eval(), optimizer=other).notes
     assert "eval() mode" in first
@@ -98,6 +107,24 @@ def test_a_plan_made_in_inference_mode_says_why_there_are_no_gradients(loss_fn):
     sample = torch.randn(4, 16), torch.randn(4, 16)
     with torch.inference_mode(), pytest.raises(ValueError, match="inference_mode is on, plan outside of it"):
         fleetx.plan(net(), sample if loss_fn else sample[0], loss_fn=loss_fn, memory="1MiB", bandwidth=0.0)
+
+
+@pytest.mark.parametrize("compiled", [torch.compile, lambda model: model.compile() or model])
+def test_a_compiled_model_is_refused_before_anything_runs(compiled, monkeypatch):
+    model = net()
+    monkeypatch.setattr(nn.Linear, "forward", lambda *_: pytest.fail("it ran"))
+    with pytest.raises(ValueError, match="before torch.compile, got one that is compiled: .* compile=True"):
+        asked(compiled(model))
+
+
+def test_what_fails_without_a_loss_function_because_the_target_was_an_input_is_explained():
+    class Two(nn.Sequential):
+        def forward(self, x, scale):
+            return super().forward(x) * scale["never"]
+
+    with pytest.raises(IndexError) as caught:
+        asked(Two(net()), loss_fn=None)
+    assert "the model is called with all of the sample, a target included" in caught.value.__notes__[0]
 
 
 def test_losses_in_a_dict_are_planned_as_step_trains_them():

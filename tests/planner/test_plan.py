@@ -37,6 +37,7 @@ def test_slices_make_up_the_global_batch(global_batch, even):
         assert (k_steps - shorter) * micro_batch + shorter * (micro_batch - 1) == global_batch
         assert 0 <= shorter < k_steps
         assert not (even and shorter)
+        assert k_steps == math.ceil(global_batch / micro_batch)  # no more than a batch is split into by this size
     assert len(cuts) < 120
 
 
@@ -128,6 +129,8 @@ def test_if_not_even_the_weights_fit_the_error_says_so():
     with pytest.raises(DoesNotFit, match="one sample at a time needs at least .* the budget is 2 GiB") as caught:
         plan_for(transformer(), memory=2 * GIB, global_batch=64)
     assert caught.value.largest_micro_batch == 0
+    with pytest.raises(DoesNotFit, match="the update of the optimizer need at least .* an optimizer that needs less"):
+        plan_for(transformer(update_bytes=30 * GIB), memory=20 * GIB, global_batch=64)
     plan_for(transformer(), memory=caught.value.least_memory, global_batch=64, curve=False)
 
 

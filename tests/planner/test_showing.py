@@ -37,6 +37,9 @@ def normed():
     model, sample, loss_fn = make()
     return nn.Sequential(nn.BatchNorm1d(16), model), sample, loss_fn
 
+def needs(width):
+    return make()
+
 def wrong():
     return make()[0]
 """
@@ -188,7 +191,7 @@ def test_weights_that_do_not_fit_are_not_measured_first(app, maker, monkeypatch)
     monkeypatch.setattr("fleetx.planner.plan", lambda *_, **__: pytest.fail("measured first"))
     done = runner.invoke(app, [maker, "--memory", "17KiB"])
     assert done.exit_code == 1
-    assert "for weights, gradients and AdamW's state alone, and the budget is 17 KiB" in done.output
+    assert "needs at least 22.25 KiB for weights, gradients and AdamW alone, and the budget is 17 KiB" in done.output
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without one")
@@ -204,14 +207,29 @@ def test_without_a_gpu_the_command_says_at_once_that_it_measures_on_the_cpu(app,
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--memory", "20KiB"], r"give --memory '[\d.]+ KiB' or more, or take a smaller model"),
-        (["--memory", "40KiB", "--global-batch", "512", "--one-forward"], r"leave out --one-forward, so that"),
+        (["--memory", "22.28KiB"], r"give --memory '22.32 KiB' or more, or take an optimizer that needs less"),
+        (
+            ["--memory", "40KiB", "--global-batch", "512", "--one-forward"],
+            r"in one forward, with --global-batch \d+, or leave out --one-forward, so that",
+        ),
     ],
 )
 def test_what_the_command_advises_are_its_own_options(app, maker, arguments, message):
     done = runner.invoke(app, [maker, "--no-bf16", *arguments])
     assert done.exit_code == 1
     assert re.search(message, " ".join(done.stderr.split()))
+
+
+def test_what_cannot_be_written_is_told_after_the_plan(app, maker, tmp_path, monkeypatch):
+    monkeypatch.setattr(Plan, "save", full)
+    done = runner.invoke(app, [maker, "--no-bf16", "--memory", "1MiB", "--out", str(tmp_path / "plan.json")])
+    assert done.exit_code == 1
+    assert "Plan for" in done.stdout
+    assert "it could not be written: no space left on the device." in done.stderr
+
+
+def full(*_):
+    raise OSError("no space left on the device")
 
 
 def test_what_the_command_notes_are_its_own_options(app, maker):
@@ -225,6 +243,10 @@ def test_what_the_command_notes_are_its_own_options(app, maker):
         ([], "one of them"),
         (["users_model"], "module:function"),
         (["users_model:nothing"], "cannot be imported"),
+        (["users_model:needs"], "a function without arguments, got 'users_model:needs' (missing a required argument"),
+        (["users_model:nn"], "a function without arguments, got 'users_model:nn', which is a module"),
+        (["--app", "resnet50", "--seq-len", "64"], "resnet50 sees images: give --image-size"),
+        (["--app", "bert_base", "--image-size", "64"], "bert_base reads texts: give --seq-len"),
         (["users_model:wrong"], "must return"),
         (["--app", "vgg"], "--app must be one of"),
     ],

@@ -37,6 +37,7 @@ CHECKED = 2  # updates; before the first one the optimizer has no state yet
 SMALLER = 0.9  # of the peak that ran out of memory
 WORDS = Words(
     memory="recompute_configs.memory_budget={!r}",
+    global_batch="batches of {}",
     whole="without gradient_merge and recompute_configs.global_batch it is whole",
 )
 

@@ -23,7 +23,6 @@ from fleetx.planner.plan import Plan
 from fleetx.planner.profile import measure
 from fleetx.planner.road import Road, with_curve
 from fleetx.slicing import Batch, batch_size
-from fleetx.units import parse_bytes
 
 __all__ = ["DoesNotFit", "Feeding", "Plan", "find_blocks", "measure", "plan", "plan_for"]
 
@@ -82,8 +81,8 @@ def plan(
         raise ValueError("this model has a plan already: take it off with remove() before planning anew.")
     feeding = Feeding(model, loss_fn, precision)
     batch = batch_size(sample) if global_batch is None else global_batch
-    budget, notes = budget_on(feeding.device, memory)
-    cap = None if host_memory is None else parse_bytes(host_memory)
+    budget, notes = budget_on(feeding.device, None if memory is None else asked.amount("memory", memory))
+    cap = None if host_memory is None else asked.amount("host_memory", host_memory)
 
     question = {"memory": budget, "global_batch": batch, "host_memory": cap, "one_forward": one_forward, "even": even}
 

@@ -17,6 +17,7 @@ from fleetx.notices import shown
 from fleetx.planner.search import check_batch
 from fleetx.planner.updating import moved_by
 from fleetx.slicing import Batch
+from fleetx.units import parse_bytes
 
 _PRECISIONS = (torch.bfloat16, torch.float16)
 
@@ -36,6 +37,7 @@ def check(
     """Raise for whatever would otherwise fail in other words, or much later; `flags` are all that must be bools."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"fleetx.plan takes an nn.Module, not a {type(model).__name__}.")
+    _check_compiled(model)
     _check_optimizer(optimizer)
     _check_precision(precision)
     if global_batch is not None:
@@ -58,6 +60,8 @@ def cuts_at(model: nn.Module, checkpoints: Sequence[str]) -> list[str]:
 def doubts(model: nn.Module, optimizer: Optimizer | None) -> tuple[str, ...]:
     """What a reader of the plan should know: it was planned as asked, but perhaps not as meant."""
     notes = []
+    if optimizer is None and any(parameter.requires_grad for parameter in model.parameters()):
+        notes.append("no optimizer was given, so that memory for its state was not planned: give one with optimizer=.")
     if not model.training:
         notes.append("the model is in eval() mode and was planned so; model.train() before planning, if it trains.")
     if optimizer is not None:
@@ -76,6 +80,22 @@ def _doubts_of_optimizer(model: nn.Module, optimizer: Optimizer) -> list[str]:
         f"the optimizer does not update {len(trained) - len(moved):,} of {len(trained):,} trainable parameters: they "
         "have gradients, and no state of it was planned for them. Freeze them, or give them to it."
     ]
+
+
+def amount(name: str, given: object) -> int:
+    """An amount of memory in bytes; what is wrong with it is said of the argument with this name."""
+    try:
+        return parse_bytes(given)  # pyrefly: ignore[bad-argument-type]
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: {error}") from None
+
+
+def _check_compiled(model: nn.Module) -> None:
+    if hasattr(model, "_orig_mod") or any(module._compiled_call_impl is not None for module in model.modules()):
+        raise ValueError(
+            "a model is planned as it is before torch.compile, got one that is compiled: give the model itself, with "
+            "compile=True to have its segments compiled."
+        )
 
 
 def _check_memory(model: nn.Module, sample: Batch) -> None:

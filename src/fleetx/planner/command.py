@@ -1,6 +1,8 @@
 """`fleetx plan`: the planner on the command line, for an application or for a model of the user's own."""
 
 import importlib
+import inspect
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +12,8 @@ import typer
 
 if TYPE_CHECKING:
     import torch
+
+    from fleetx.planner.fitting import Words
 
 _SLOW = (
     "There is no GPU here: measuring on the CPU, whose speed and memory are not a GPU's. A large model takes many "
@@ -41,7 +45,6 @@ def plan_command(
     import torch
 
     from fleetx import planner
-    from fleetx.planner.fitting import Words
     from fleetx.planner.picture import draw_plan
     from fleetx.planner.samples import APPLICATIONS, application
 
@@ -52,6 +55,10 @@ def plan_command(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if app is not None and app not in APPLICATIONS:
         raise typer.BadParameter(f"--app must be one of {', '.join(APPLICATIONS)}, got {app!r}.")
+    if app == "resnet50" and seq_len is not None:
+        raise typer.BadParameter("--seq-len is for texts, and resnet50 sees images: give --image-size.")
+    if app not in (None, "resnet50") and image_size is not None:
+        raise typer.BadParameter(f"--image-size is for images, and {app} reads texts: give --seq-len.")
     device_memory, offloaded = _amount(memory), _amount(host_memory)
     budget = _checked_budget(torch.device(device), device_memory, offloaded)
     _check_paths(out, picture)
@@ -76,16 +83,34 @@ def plan_command(
             precision=torch.bfloat16 if bf16 else None,
             verify=verify,
             cached=cached,
-            words=Words("--memory {!r}", "--host-memory", "--one-forward", "--one-forward keeps it whole"),
+            words=_words(),
         )
     except planner.DoesNotFit as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error
     typer.echo(plan.to_json() if json else str(plan))
-    if out is not None:
-        plan.save(out)
-    if picture is not None:
-        typer.echo(f"drawn: {draw_plan(plan, picture)}", err=True)
+    try:
+        if out is not None:
+            plan.save(out)
+            typer.echo(f"saved: {out}", err=True)
+        if picture is not None:
+            typer.echo(f"drawn: {draw_plan(plan, picture)}", err=True)
+    except OSError as error:
+        typer.echo(f"it could not be written: {error}.", err=True)
+        raise typer.Exit(1) from error
+
+
+def _words() -> "Words":
+    """What the settings are called here."""
+    from fleetx.planner.fitting import Words
+
+    return Words(
+        memory="--memory {!r}",
+        host_memory="--host-memory",
+        one_forward="--one-forward",
+        global_batch="--global-batch {}",
+        whole="--one-forward keeps it whole",
+    )
 
 
 def _amount(text: str | None) -> int | str | None:
@@ -120,6 +145,8 @@ def _check_paths(out: Path | None, picture: Path | None) -> None:
             raise typer.BadParameter(f"{option} must be in a folder that exists, got {str(path)!r}: make it first.")
         if path.is_dir():
             raise typer.BadParameter(f"{option} must be a file, got the folder {str(path)!r}: add a name.")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):  # the superuser may always, it says
+            raise typer.BadParameter(f"{option} must be where you may write, got {str(path)!r}: choose another folder.")
     if picture is not None:
         from fleetx.planner.picture import FORMATS
 
@@ -134,15 +161,29 @@ def _require_room_for_weights(model: Any, optimizer: Any, budget: int) -> None:
     from fleetx.planner.updating import cost_of_update, fixed_bytes
     from fleetx.units import format_apart
 
-    needed = sum(fixed_bytes(model, cost_of_update(model, optimizer)).values())
+    update = cost_of_update(model, optimizer)
+    needed = sum(fixed_bytes(model, update).values()) + update.working_bytes
     if needed > budget:
         least, most = format_apart(needed, budget)
         typer.echo(
-            f"training needs at least {least} for weights, gradients and AdamW's state alone, and the "
+            f"training needs at least {least} for weights, gradients and AdamW alone, and the "
             f"budget is {most}: give more --memory, or take a smaller model.",
             err=True,
         )
         raise typer.Exit(1)
+
+
+def _require_function(maker: str, function: object) -> None:
+    """What is called without arguments; what it does then is the user's own."""
+    rule = "a model is given by a function without arguments"
+    if not callable(function):
+        raise typer.BadParameter(f"{rule}, got {maker!r}, which is a {type(function).__name__}.")
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise typer.BadParameter(f"{rule}, got {maker!r} ({error}): write one that calls it.") from error
+    except ValueError:  # it does not tell
+        return
 
 
 def _made(maker: str) -> tuple[Any, ...]:
@@ -154,9 +195,11 @@ def _made(maker: str) -> tuple[Any, ...]:
     try:
         function: Callable[[], Any] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise typer.BadParameter(f"{maker!r} cannot be imported: {error}.") from error
+        remedy = "modules are looked for in the present folder too, and in PYTHONPATH"
+        raise typer.BadParameter(f"{maker!r} cannot be imported: {error}; {remedy}.") from error
     finally:
         sys.path.remove("")
+    _require_function(maker, function)
     made = function()
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise typer.BadParameter(

@@ -14,6 +14,7 @@ class Words(NamedTuple):
     memory: str = "memory={!r}"  # with an amount
     host_memory: str = "host_memory"
     one_forward: str = "one_forward"
+    global_batch: str = "global_batch={}"  # with a number
     whole: str = "one_forward=True keeps it whole"
 
 
@@ -55,6 +56,9 @@ def does_not_fit(
     whole = f"{search.global_batch:,} samples in one forward need" if one_forward else "one sample at a time needs"
     if not one_forward and (k_steps is not None or search.cuts[0].micro_batch > 1):
         whole = f"micro-batches of {search.cuts[0].micro_batch:,} samples need"
+    is_of_update = least is not None and search.needed_to_update() >= least
+    if is_of_update:
+        whole = "weights, gradients and the update of the optimizer need"
     if least is None:
         rule, remedies = _never(search, words)
     else:
@@ -62,7 +66,7 @@ def does_not_fit(
         rule = f"{whole} at least {needed} on the device, and the budget is {budget}"
         remedies = [f"give {words.memory.format(_enough(least))} or more"]
     if one_forward and largest:
-        remedies.append(f"take at most {largest:,} samples in one forward")
+        remedies.append(f"take at most {largest:,} samples in one forward, with {words.global_batch.format(largest)}")
         if k_steps is None:
             remedies.append(f"leave out {words.one_forward}, so that smaller micro-batches are merged")
         else:
@@ -72,6 +76,8 @@ def does_not_fit(
             f"take at most {largest:,} samples per micro-batch, by a larger k_steps "
             f"({math.ceil(search.global_batch / largest):,} or more)"
         )
+    elif is_of_update:
+        remedies.append("take an optimizer that needs less, or a smaller model")
     elif not one_forward or not remedies:
         remedies.append("take a smaller model or shorter inputs")
     return DoesNotFit(f"{rule}: {', or '.join(remedies)}.", least, largest)

@@ -91,4 +91,5 @@ def _draw_trade(axes: Any, plan: Plan, size: int) -> None:
     if plan.measured is not None:
         speed = plan.global_batch / plan.measured.seconds
         axes.plot([plan.memory / size], [speed], "x", color="black", markersize=9, label="measured", zorder=4)
+    axes.margins(y=0.1)  # else a mark at the top is half cut off
     axes.legend(loc="best", frameon=False)

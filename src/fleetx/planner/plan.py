@@ -220,7 +220,10 @@ class Plan:
             raise ValueError(
                 f"a plan is text in UTF-8, and {str(path)!r} is not ({error}): write it with plan.save()."
             ) from error
-        return cls.from_json(text)
+        try:
+            return cls.from_json(text)
+        except ValueError as error:
+            raise ValueError(f"{str(path)!r}: {error}") from error
 
     def __str__(self) -> str:
         from fleetx.planner.table import as_text

@@ -57,7 +57,10 @@ def check_batch(global_batch: object) -> None:
 
 
 def cuts_of(global_batch: int, *, even: bool = False) -> list[Cut]:
-    """Ways to slice a global batch: all that are even, and some with slices that differ by one sample."""
+    """Ways to slice a global batch: all that are even, and some with slices that differ by one sample.
+
+    No more slices than their size takes.
+    """
     small = [d for d in range(1, math.isqrt(global_batch) + 1) if global_batch % d == 0]
     sizes = {*small, *(global_batch // d for d in small)}
     counts = {global_batch // size for size in sizes}
@@ -66,11 +69,8 @@ def cuts_of(global_batch: int, *, even: bool = False) -> list[Cut]:
         while size < global_batch:
             counts.add(math.ceil(global_batch / size))
             size *= _FINER
-    cuts = {Cut(math.ceil(global_batch / k), k, -global_batch % k) for k in counts}
-    largest: dict[int, Cut] = {}
-    for cut in sorted(cuts, key=lambda cut: -cut.k_steps):
-        largest[cut.micro_batch] = cut  # of the same micro-batch the fewest slices
-    return sorted(largest.values())
+    fewest = {math.ceil(global_batch / math.ceil(global_batch / k)) for k in counts}
+    return sorted(Cut(math.ceil(global_batch / k), k, -global_batch % k) for k in fewest)
 
 
 class Outlook:
@@ -252,6 +252,11 @@ class Search:
             if least is None or fits(chain, least - 1, self.host_memory):
                 least = least_memory(chain, self.host_memory)
         return None if least is None else self.profile.reserve.of(least)
+
+    def needed_to_update(self) -> int:
+        """The smallest budget in which the optimizer can update the weights."""
+        chain = self.chain(self.cuts[0].micro_batch)
+        return self.profile.reserve.of(chain.fixed_bytes + chain.update_bytes + chain.gradients_from[0])
 
     def largest_micro_batch(self, memory: int) -> int:
         """How many samples fit in one forward, at most."""

@@ -125,6 +125,10 @@ def trace(feeding: Feeding, sample: Batch, samples: int = 2) -> Trace:
         try:
             with torch.autograd.graph.saved_tensors_hooks(saved.count, _never):
                 seen.loss = feeding.loss(batch)
+        except Exception as error:
+            if feeding.loss_fn is None and feeding.compute is None and isinstance(sample, tuple | list):
+                error.add_note("FleetX: without loss_fn the model is called with all of the sample, a target included.")
+            raise
         finally:
             for handle in handles:
                 handle.remove()
