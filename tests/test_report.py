@@ -3,7 +3,9 @@ from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
+from typer.testing import CliRunner
 
+from fleetx.cli import app
 from fleetx.report.batches import draw_batches
 from fleetx.report.tables import TABLES, fill_in
 
@@ -48,3 +50,26 @@ def test_the_picture_of_batches_has_a_curve_for_each_way_and_a_panel_for_what_me
     assert len(labels) == len(set(labels))
     assert {"plain, compiled", "recompute", "recompute, offload", "torch checkpoint"} <= set(labels)
     assert 9 not in panels["bert_large"].get_xticks()
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "<!-- table: step -->\nno end\n\nprose\n\n<!-- table: reduce -->\nold\n<!-- end -->\n",
+        "<!-- table: step -->\nold\n<!-- end -->\n\nprose\n\n<!-- table: reduce -->\nno end\n",
+    ],
+)
+def test_a_table_without_an_end_takes_no_prose_with_it(page, tmp_path):
+    with pytest.raises(ValueError, match="has no <!-- end -->"):
+        fill_in(page, RESULTS)
+    (tmp_path / "page.md").write_text(page)
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "page.md"), "--results", str(RESULTS)])
+    assert done.exit_code == 2
+    assert (tmp_path / "page.md").read_text() == page
+
+
+@pytest.mark.parametrize("content", ["{", "{}", "[]"])
+def test_results_that_are_no_results_are_named(content, tmp_path):
+    (tmp_path / "step.json").write_text(content)
+    with pytest.raises(ValueError, match=r"step.json does not hold what the table 'step' shows .*: measure it anew"):
+        fill_in("<!-- table: step -->\n<!-- end -->", tmp_path)

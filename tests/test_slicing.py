@@ -1,5 +1,5 @@
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -65,3 +65,20 @@ def test_containers_keep_their_class():
 def test_what_cannot_be_cut_is_named(batch, error, message):
     with pytest.raises(error, match=message):
         slicing.split(batch, 2)
+
+
+@dataclass
+class Weighed:
+    x: torch.Tensor
+    weight: torch.Tensor = field(init=False, default=None)
+
+    def __post_init__(self):
+        self.weight = torch.ones(len(self.x))
+
+
+def test_what_a_dataclass_was_given_after_it_was_made_is_sliced_too():
+    batch = Weighed(torch.arange(4.0))
+    batch.weight = torch.full((4,), 5.0)
+    pieces = slicing.split(batch, 2)
+    assert [piece.weight.tolist() for piece in pieces] == [[5.0, 5.0]] * 2
+    assert [piece.x.tolist() for piece in pieces] == [[0.0, 1.0], [2.0, 3.0]]

@@ -352,7 +352,7 @@ def data_make(
         raise typer.BadParameter(
             f"{folder} is not empty: name another folder, or add --overwrite to replace what was made there."
         ) from None
-    except (ValueError, FileExistsError) as error:
+    except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
     print(*(made if isinstance(made, tuple) else [made]), sep="\n")
 
@@ -372,5 +372,11 @@ def report(
     for path in (page, results):
         if not path.exists():
             raise typer.BadParameter(f"{path} does not exist: run it in a checkout, or name the page and --results.")
-    page.write_text(fill_in(page.read_text(encoding="utf-8"), results), encoding="utf-8")
-    print(f"{page}: tables made from {results}")
+    try:
+        text = page.read_text(encoding="utf-8")
+        filled = fill_in(text, results)
+        page.write_text(filled, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{page}: {error}") from None
+    count = filled.count("<!-- table: ")
+    print(f"{page}: {count} table{'' if count == 1 else 's'} made from {results}")

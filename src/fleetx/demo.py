@@ -64,6 +64,9 @@ def _check(strategy: Path | None, workers: int, global_batch: int) -> None:
             f"--global-batch {global_batch} is too small: {workers} workers with the strategy's micro-batches need at "
             f"least {least} samples."
         )
+    most = len(digits.load_digits().train_labels)
+    if global_batch > most:
+        raise typer.BadParameter(f"--global-batch {global_batch} is too large: there are {most:,} digits to train on.")
 
 
 def _last_accuracy(metrics: list[dict]) -> float:

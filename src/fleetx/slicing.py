@@ -53,7 +53,10 @@ def map_tensors(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
         mapped = {key: map_tensors(value, function) for key, value in batch.items()}
         return mapped if type(batch) is dict else _filled(batch, mapped)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return dataclasses.replace(batch, **{n: map_tensors(v, function) for n, v in _fields(batch)})
+        clone = copy.copy(batch)  # not made anew: it may have been changed since it was made
+        for name, value in _fields(batch):
+            object.__setattr__(clone, name, map_tensors(value, function))
+        return clone
     if isinstance(batch, tuple | list):
         items = [map_tensors(item, function) for item in batch]
         # A named tuple takes its fields one by one.
@@ -72,7 +75,9 @@ def _filled(original: Mapping, values: dict[str, Any]) -> Any:
 
 
 def _fields(batch: Any) -> list[tuple[str, Any]]:
-    return [(field.name, getattr(batch, field.name)) for field in dataclasses.fields(batch) if field.init]
+    return [
+        (field.name, getattr(batch, field.name)) for field in dataclasses.fields(batch) if hasattr(batch, field.name)
+    ]
 
 
 def _narrowing(start: int, length: int) -> Callable[[Tensor], Tensor]:

@@ -295,6 +295,22 @@ def test_wrong_batches_say_what_is_right(changes, message):
         plain.tiny()(**{**plain.batch(), **changes})
 
 
+def test_a_mask_that_is_added_is_not_taken_for_one_of_ones_and_zeros():
+    inputs = plain.batch()
+    added = torch.zeros(inputs["attention_mask"].shape).masked_fill_(inputs["attention_mask"] == 0, -1e9)
+    with pytest.raises(TypeError, match=r"1 for real tokens, got torch.float32: .* give mask == 0"):
+        plain.tiny()(**{**inputs, "attention_mask": added})
+
+
+@pytest.mark.parametrize(("labels", "positions"), [(-1, 1), (-5, 0), (3, -1), (3, -2)])
+def test_what_is_no_word_or_no_position_is_an_error_and_not_the_first_one(labels, positions):
+    inputs = plain.batch()
+    changed = {name: inputs[name].clone() for name in ("masked_labels", "masked_positions")}
+    changed["masked_labels"][2, 1], changed["masked_positions"][2, 1] = labels, positions
+    with pytest.raises((IndexError, RuntimeError), match="out of (bounds|range)"):
+        plain.tiny()(**{**inputs, **changed})
+
+
 @pytest.mark.parametrize("sizes", [plain.SIZES, {**plain.SIZES, "layers": 1, "max_positions": 20}])
 def test_logits_equal_those_of_transformers(sizes):
     transformers = pytest.importorskip("transformers")

@@ -92,3 +92,8 @@ def test_bad_arguments(tmp_path):
         make_idx(tmp_path, classes=11)
     with pytest.raises(ValueError, match=r"got vocab=6 and seq_len=32"):
         make_digital(tmp_path, vocab=6)
+
+
+def test_no_file_is_left_empty(tmp_path):
+    with pytest.raises(ValueError, match="each file needs a sample, got files=100 and samples=3: make fewer files"):
+        make.make_digital(tmp_path / "few", samples=3, files=100)

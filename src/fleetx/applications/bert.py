@@ -114,7 +114,7 @@ class Bert(Application):
         next_sentence_labels: Tensor | None = None,
     ) -> dict[str, Tensor] | tuple[Tensor, Tensor]:
         """The losses whose labels are given, or without labels the logits of both heads."""
-        self._check_inputs(input_ids, masked_positions, masked_labels)
+        self._check_inputs(input_ids, attention_mask, masked_positions, masked_labels)
         packing = None
         if self.config.unpad and attention_mask is not None and masked_positions is not None:
             from fleetx.applications.bert_unpad import pack
@@ -122,7 +122,9 @@ class Bert(Application):
             packing = pack(attention_mask, input_ids.device)
         hidden = self.bert(input_ids, token_type_ids, attention_mask, packing)
         first = hidden[:, 0] if packing is None else hidden.index_select(0, packing.starts[:-1])
-        chosen = hidden if masked_positions is None else _picked(hidden, masked_positions, input_ids.shape, packing)
+        chosen = hidden
+        if masked_positions is not None:
+            chosen = _picked(hidden, _real(masked_positions, masked_labels), input_ids.shape, packing)
         if masked_labels is None and next_sentence_labels is None:
             return self.cls.predictions(chosen), self._relationship(first)
         losses = {}
@@ -230,11 +232,18 @@ class Bert(Application):
     def _relationship(self, first: Tensor) -> Tensor:
         return self.cls.seq_relationship(self.bert.pooler(first))
 
-    def _check_inputs(self, input_ids: Tensor, positions: Tensor | None, labels: Tensor | None) -> None:
+    def _check_inputs(
+        self, input_ids: Tensor, mask: Tensor | None, positions: Tensor | None, labels: Tensor | None
+    ) -> None:
         if input_ids.dim() != 2 or input_ids.shape[1] > self.config.max_positions:
             raise ValueError(
                 f"input_ids must have the shape (n, length) with a length of at most {self.config.max_positions}, "
                 f"not {tuple(input_ids.shape)}. Cut the sequences, or build the model with more max_positions."
+            )
+        if mask is not None and mask.is_floating_point():
+            raise TypeError(
+                f"attention_mask must be of bools or whole numbers, 1 for real tokens, got {mask.dtype}: of a mask "
+                "that is added to scores, 0 for real tokens, give mask == 0; of ones and zeros give mask.bool()."
             )
         if labels is None:
             return
@@ -247,14 +256,20 @@ class Bert(Application):
             )
 
 
+def _real(positions: Tensor, labels: Tensor | None) -> Tensor:
+    """Positions, the first one in place of padding; negative ones are that where nothing is to be predicted."""
+    is_padding = positions < 0 if labels is None else (positions < 0) & (labels == IGNORED)
+    return positions.masked_fill(is_padding, 0)
+
+
 def _picked(hidden: Tensor, positions: Tensor, shape: torch.Size, packing: Packing | None) -> Tensor:
     """Hidden states at `positions`. Padding takes the first position, to have fixed shapes and no wait for a count."""
     n, length = shape
-    rows = positions.clamp(min=0)
-    if rows.dim() == 2:
-        starts = torch.arange(n, device=hidden.device)[:, None] * length
-        # A position beyond its sequence must not read the next one: it goes beyond all of them, which is an error.
-        rows = torch.where(rows < length, rows + starts, n * length)
+    is_flat = positions.dim() == 1
+    starts = 0 if is_flat else torch.arange(n, device=hidden.device)[:, None] * length
+    is_inside = (positions >= 0) & (positions < (n * length if is_flat else length))
+    # A position outside of its sequence must not read another one: it goes beyond all of them, which is an error.
+    rows = torch.where(is_inside, positions + starts, n * length)
     if packing is None:
         return hidden.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, rows.shape)
     return hidden.index_select(0, packing.places[rows.flatten()]).unflatten(0, rows.shape)

@@ -44,7 +44,7 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
             logits = _logits(hidden[rows], low, bias_wide)
             normalizer = logits.logsumexp(dim=1)
             # Only among the words that exist: any other label is an error.
-            chosen = logits[:, : len(weight)].gather(1, labels[rows].clamp(min=0)[:, None])[:, 0]
+            chosen = logits[:, : len(weight)].gather(1, _present(labels[rows])[:, None])[:, 0]
             losses.append(torch.where(labels[rows] == IGNORED, 0, normalizer - chosen).sum())
             normalizers.append(normalizer)
         ctx.save_for_backward(hidden, weight, bias, labels, torch.cat(normalizers))
@@ -63,7 +63,7 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         for rows in _chunks(len(hidden), ctx.chunk):
             # softmax minus one-hot, written over the logits
             slopes = _logits(hidden[rows], low, bias_wide).sub_(normalizers[rows][:, None]).exp_()
-            slopes.scatter_add_(1, labels[rows].clamp(min=0)[:, None], -torch.ones_like(slopes[:, :1]))
+            slopes.scatter_add_(1, _present(labels[rows])[:, None], -torch.ones_like(slopes[:, :1]))
             slopes.mul_(torch.where(labels[rows] == IGNORED, 0, gradient)[:, None])
             bias_grad += slopes.sum(dim=0)
             rounded = slopes.to(hidden.dtype)
@@ -100,6 +100,11 @@ def _chunks(length: int, chunk: int) -> Iterator[slice]:
 
 def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _present(labels: Tensor) -> Tensor:
+    """With some word where there is none to be predicted; what else is no word stays so, and is an error."""
+    return labels.masked_fill(labels == IGNORED, 0)
 
 
 def _at_least_one(labels: Tensor) -> Tensor:

@@ -80,6 +80,8 @@ def make_digital(
     `overwrite` removes what was made there before.
     """
     _check_counts(samples=samples, files=files, vocab=vocab, seq_len=seq_len)
+    if files > samples:
+        raise ValueError(f"each file needs a sample, got files={files} and samples={samples}: make fewer files.")
     ordinary = vocab - len(SPECIAL)
     if ordinary < 4 or seq_len < 7:
         raise ValueError(

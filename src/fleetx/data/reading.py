@@ -78,12 +78,14 @@ class BatchReader(Dataset[Reply | Failure]):
     def _good_sample(self, index: int, epoch: Epoch, skipped: Counter[str]) -> Any:
         if not isinstance(self.dataset, EpochSamples):
             return self.dataset[index]
-        size = len(self.dataset)
+        size, bad_ones = len(self.dataset), Counter[str]()
         for further in range(size):
             try:
                 return self.dataset.sample((index + further) % size, epoch)
             except SampleError as bad:
                 if self.on_error == "raise":
                     raise
-                skipped[bad.reason] += 1
-        raise SampleError("no good sample", f"every one of the {size} samples is bad: {dict(skipped)}.")
+                bad_ones[bad.reason] += 1
+                if further == 0:  # those that come after it are counted when they are asked for themselves
+                    skipped[bad.reason] += 1
+        raise SampleError("no good sample", f"every one of the {size} samples is bad: {dict(bad_ones)}.")

@@ -88,9 +88,13 @@ class Nested(NamedTuple):
     values: list[Any]
     tree: pytree.TreeSpec
 
-    def again(self) -> Any:
+    def again(self, drawn: "Generators") -> Any:
         """What it was, in new containers."""
-        return pytree.tree_unflatten([v.again() if isinstance(v, Past) else v for v in self.values], self.tree)
+        return pytree.tree_unflatten([_again(value, drawn) for value in self.values], self.tree)
+
+
+Generators = dict[Drawn, torch.Generator]
+"""Those that were made again: modules may share one, and then draw from it in turns."""
 
 
 @dataclass(eq=False)
@@ -99,6 +103,7 @@ class Attributes:
 
     held: list[tuple[nn.Module, Noted]] = field(default_factory=list)
     pasts: list[Past] = field(default_factory=list)
+    _drawn: dict[int, Drawn] = field(default_factory=dict)  # by generator
 
     @classmethod
     def of(
@@ -129,7 +134,7 @@ class Attributes:
 
     def _noted(self, module: nn.Module, name: str, value: Any, is_copied: Callable[[nn.Module, str], bool]) -> Any:
         if isinstance(value, torch.Generator):
-            return Drawn(value.device, value.get_state())
+            return self._noted_generator(value)
         if not _holds_tensors(value):
             return value
         flat, tree = pytree.tree_flatten(value)
@@ -138,7 +143,14 @@ class Attributes:
             if isinstance(one, Tensor):
                 flat[place] = Past.of(module, name, one, is_copied=copied)
                 self.pasts.append(flat[place])
+            elif isinstance(one, torch.Generator):
+                flat[place] = self._noted_generator(one)
         return Nested(flat, tree)
+
+    def _noted_generator(self, generator: torch.Generator) -> Drawn:
+        if id(generator) not in self._drawn:
+            self._drawn[id(generator)] = Drawn(generator.device, generator.get_state())
+        return self._drawn[id(generator)]
 
     def written(self) -> set[tuple[nn.Module, str]]:
         """Whose tensors were written to since."""
@@ -162,8 +174,9 @@ class Attributes:
 
     def put_back(self) -> None:
         """Make the modules' attributes what they were."""
+        drawn: Generators = {}
         for module, noted in self.held:
-            put_back(vars(module), noted)
+            put_back(vars(module), noted, drawn)
 
 
 def is_unchanged(now: Noted, before: Noted) -> bool:
@@ -171,13 +184,25 @@ def is_unchanged(now: Noted, before: Noted) -> bool:
     return len(now) == len(before) and all(map(is_, now.values(), before.values())) and list(now) == list(before)
 
 
-def put_back(now: Noted, before: Noted) -> None:
+def put_back(now: Noted, before: Noted, drawn: Generators) -> None:
     """Make attributes what they were, one by one: most did not change."""
     for name in [name for name in now if name not in before and name not in _TORCHS_OWN]:
         del now[name]
     for name, value in before.items():
         if name not in now or now[name] is not value:
-            now[name] = value.again() if isinstance(value, Drawn | Nested) else value
+            now[name] = _again(value, drawn)
+
+
+def _again(value: Any, drawn: Generators) -> Any:
+    if isinstance(value, Nested):
+        return value.again(drawn)
+    if isinstance(value, Past):
+        return value.again()
+    if not isinstance(value, Drawn):
+        return value
+    if value not in drawn:
+        drawn[value] = value.again()
+    return drawn[value]
 
 
 def has_same_values(tensor: Tensor, copy: Tensor) -> bool:
@@ -188,7 +213,8 @@ def has_same_values(tensor: Tensor, copy: Tensor) -> bool:
 
 
 def _holds_tensors(value: Any) -> bool:
-    if isinstance(value, Tensor):
+    """Or generators of random numbers, which change in a forward too."""
+    if isinstance(value, Tensor | torch.Generator):
         return True
     kind = type(value)
     if kind not in _CONTAINERS and not (isinstance(value, tuple) and hasattr(value, "_fields")):

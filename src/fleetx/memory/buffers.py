@@ -157,7 +157,7 @@ class Snapshot:
                 slot.delete()
             for now, before in attributes:
                 if not is_unchanged(now, before):
-                    put_back(now, before)
+                    put_back(now, before, {})
             if random is not None:
                 randomness.restore_python(random)
 

@@ -18,7 +18,8 @@ from fleetx.memory.recompute import Frame, Look
 from fleetx.memory.states import Segment
 
 TAIL = Segment("the end", save="everything")
-Modes = tuple[bool, ...]  # of all modules: whether they train
+Modes = tuple[Any, ...]  # of all modules: whether they train, and which hooks they have
+_MOST_PROVEN = 32
 
 
 @dataclass(eq=False)
@@ -31,6 +32,12 @@ class Learned:
     fills_late: bool = False  # whether something in it is saved first and filled then
     is_divided: bool = False  # whether the compiler can save its dear outputs alone
     proven: set[Modes] = field(default_factory=set)  # of the model, in which it gave the same when it was repeated
+
+    def note_proven(self, modes: Modes) -> None:
+        """It did. Who has other hooks in each step must not make us remember all of them."""
+        if len(self.proven) >= _MOST_PROVEN:
+            self.proven.clear()
+        self.proven.add(modes)
 
 
 @dataclass(eq=False)
@@ -74,8 +81,8 @@ class Experience:
         if frame.state.save != "everything" and frame.name not in self.unseen:
             self.unseen.add(frame.name)
             self.complaints.append(
-                f"in the segment that ends at {frame.name}, a torch.autograd.Function is called between modules. What "
-                "it saves is kept: call it in a module of its own to have it computed again."
+                f"in the segment that ends at {frame.name}, a torch.autograd.Function is called between modules, or "
+                "vmap. What it saves is kept: call it in a module of its own to have it computed again."
             )
 
     def note_undivided(self, state: Segment, reason: str) -> None:

@@ -11,8 +11,12 @@ from fleetx.memory.buffers import Snapshot
 from fleetx.memory.compiling import Kinds, Saving, SharedCompilations
 from fleetx.memory.recompute import Frame
 from fleetx.memory.statistics import is_counting, may_read_statistics
+from fleetx.memory.structures import hidden_in
 from fleetx.memory.surroundings import Surroundings
-from fleetx.memory.tape import version_of
+from fleetx.memory.tape import Drawn, External, Made, version_of
+
+PLAIN = frozenset({External, Made, Drawn, bool, int, float, str, type(None)})
+"""Of what is noted of arguments: these hold no tensors that nobody sees."""
 
 
 class Inputs:
@@ -24,6 +28,26 @@ class Inputs:
     def written(self) -> set[int]:
         """Which of them were written to since."""
         return {i for i, (t, v) in enumerate(zip(self.tensors, self._versions, strict=True)) if version_of(t) != v}
+
+
+class Hidden:
+    """The tensors in arguments into which nobody can look when they are noted, as they are before a module runs."""
+
+    def __init__(self, values: list[Any]) -> None:
+        self._values = values
+        self._before = self._now()
+
+    def _now(self) -> list[tuple[Tensor, int]]:
+        return [(tensor, version_of(tensor)) for tensor in hidden_in(self._values)]
+
+    def changed(self) -> str:
+        """What kinds of arguments hold other tensors now; the module could not be repeated with these."""
+        now = self._now()
+        is_same = len(now) == len(self._before) and all(
+            tensor is other and version == noted
+            for (tensor, version), (other, noted) in zip(now, self._before, strict=True)
+        )
+        return "" if is_same else " or ".join(dict.fromkeys(type(value).__name__ for value in self._values))
 
 
 class Leaf:
@@ -89,6 +113,8 @@ class NotedLeaf(Leaf):
     ) -> None:
         super().__init__(module, tensors)
         self.noted, self.snapshot, self.where = noted, snapshot, where
+        opaque = [one for one in noted[0] if type(one) not in PLAIN]
+        self.hidden = Hidden(opaque) if opaque else None
         self.first = first  # number of the first tensor that is saved
         self.dear = dear
         self.callee: Callable[..., Any] = module

@@ -246,7 +246,7 @@ class Repetition:
     def around(self, call: Call) -> Iterator[None]:
         """What is collected during one call."""
         self.saves, self.number = call.saves, call.saves.start
-        giving = nullcontext() if call.dear is None else dear.Giving(call.dear)
+        giving = nullcontext() if call.dear is None or self._proves(call) else dear.Giving(call.dear)
         restored = nullcontext([]) if call.snapshot is None else call.snapshot.restored()
         with restored as buffers, torch.autograd.graph.saved_tensors_hooks(*self._hooks), giving:
             self.copies.update((pointer_of(buffer), buffer) for buffer in buffers)
@@ -254,14 +254,18 @@ class Repetition:
         if self.number < self.saves.stop:
             raise RuntimeError(self.different(None))
 
+    def _proves(self, call: Call) -> bool:
+        """Whether what it gives is compared. Then all of it is computed: given dear outputs would hide their inputs."""
+        return self.frame.is_checked and any(one is not None for one in call.sums or ())
+
     def check(self, call: Call, outputs: list[Tensor]) -> None:
-        """A call was repeated: where that is proven for the first time, a module must have given the same."""
-        if not self.frame.is_checked or call.sums is None:
+        """A call was repeated: where that is proven for the first time, it must have given the same."""
+        if call.sums is None or not self._proves(call):
             return
         for place, (output, expected) in enumerate(zip(outputs, call.sums, strict=True)):
             if not is_equal(checksum(output), expected):
                 raise RuntimeError(
-                    f"a module in the segment that ends at {self.frame.name!r} gave something else when it was "
+                    f"{_name_of(call)} in the segment that ends at {self.frame.name!r} gave something else when it was "
                     f"repeated: output {place + 1} of {len(outputs)} has other values, so gradients would be wrong. "
                     f"{DEPENDS}"
                 )
@@ -316,6 +320,10 @@ class Repetition:
             f"the segment that ends at {self.frame.name!r} did something else when it was repeated: saved tensor "
             f"{self.number + 1} of {len(looks)} was {_described(expected)}, and is {_described(found)}. {DEPENDS}"
         )
+
+
+def _name_of(call: Call) -> str:
+    return "a module" if call.snapshot is not None else f"a call of {getattr(call.function, '__name__', 'torch')}"
 
 
 def unchanged(tensor: Tensor, version: int, name: str) -> Tensor:

@@ -40,6 +40,8 @@ class Recorder(TorchFunctionMode):
         listener = self.listener
         if listener is None or not listener.is_listening() or func is torch.autograd.grad:
             return func(*args, **kwargs)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return func(*args, **kwargs)  # inside of vmap and the like tensors are not what they are outside
         inputs = tensors_in((args, kwargs))
         written = written_by(func, args, kwargs)
         versions = [version_of(tensor) for tensor in inputs]
@@ -74,6 +76,12 @@ _OPERATORS = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "
 _AUGMENTED = {f"__i{name}__" for name in (*_OPERATORS, "lshift", "rshift")}
 _NORMS = {"batch_norm", "instance_norm"}
 """They write to their running statistics, of which the versions say nothing."""
+
+
+def gives_values(function: Any) -> bool:
+    """Whether what a function gives can be compared: fresh memory holds anything."""
+    name = getattr(function, "__name__", "")
+    return "empty" not in name and not name.startswith("resize")
 
 
 def written_by(function: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:

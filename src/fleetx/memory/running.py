@@ -20,7 +20,7 @@ from fleetx.memory.names import Cuts, operation_name
 from fleetx.memory.offload import Offloader
 from fleetx.memory.readers import Readers, pointers
 from fleetx.memory.recompute import Frame, Kept, Saved, unchanged
-from fleetx.memory.recording import Recorder, drop_deaf
+from fleetx.memory.recording import Recorder, drop_deaf, gives_values
 from fleetx.memory.shielding import shielded
 from fleetx.memory.states import DEAR_KINDS, Segment
 from fleetx.memory.statistics import is_counting
@@ -85,7 +85,7 @@ class Run:
         self._is_calling = False
         self.ordinal = -1
         self.is_first = not experience.segments
-        self._modes = tuple(one.training for one in modules)
+        self._modes = tuple((one.training, *one._forward_pre_hooks, None, *one._forward_hooks) for one in modules)
         self.seen: list[Learned] = []
         self.containers: list[tuple[str, dict[str, int]]] = []
         # Held, so that their memory becomes nobody else's even if the model replaces them.
@@ -170,7 +170,7 @@ class Run:
             learned.fills_late = learned.fills_late or frame.fills_late
             is_sure = frame.is_checked or self._modes in learned.proven
             frame.stops_early = is_sure and not learned.fills_late and self.experience.compilations is None
-            frame.proven = partial(learned.proven.add, self._modes)
+            frame.proven = partial(learned.note_proven, self._modes)
             frame.drop()
             if offloader is not None:
                 frame.park_inputs(offloader, at_once=self.is_first)
@@ -318,6 +318,8 @@ class Run:
         noted = begun.noted or self._noted(args, kwargs, [])
         call = tape.note_call(function, noted, output, Surroundings.now(self.kinds), saves)
         call.dear = begun.dear if begun.dear is not None and begun.dear.saved else None
+        if self.frame.is_checked and gives_values(function):
+            call.sums = [checksum(one) for one in tensors_in(output)]
         if saves:
             self.frame.undivided = self.frame.undivided or "what is computed between modules is not compiled"
         tape.note_written(begun.written)
@@ -454,6 +456,9 @@ class Run:
             if self._late_fillers.are_behind(outputs):
                 self.frame.fills_late = True
         self._learn_written(leaf)
+        changed = leaf.hidden.changed() if leaf.hidden is not None else ""
+        if changed:
+            self.frame.lost = f"a {type(leaf.module).__name__} changed a {changed}, into which nobody can look"
         call.snapshot = self.experience.watch.after(leaf.snapshot)
         if call.snapshot is None:
             self.frame.lost = f"a {type(leaf.module).__name__} changed its parameters, or a buffer for the first time"

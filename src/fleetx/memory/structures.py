@@ -1,7 +1,8 @@
 """Structures that hold tensors: nested as torch knows them, or in the attributes of objects."""
 
 import dataclasses
-from types import BuiltinFunctionType, FunctionType, MethodType
+import gc
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ _DATA = (Tensor, torch.dtype, torch.device, str, bytes, int, float, complex, typ
 _DEEPEST = 3
 """Objects in objects are looked into so far, and no further: some know the whole program."""
 _ATOMS = frozenset({Tensor, nn.Parameter, bool, int, float, str, type(None)})
+_MOST_KNOWN = 500
 _MOST_VALUES = 64  # of a structure that is remembered
 _MOST_REMEMBERED = 64
 
@@ -56,6 +58,26 @@ def flatten(value: Any, depth: int = 0) -> tuple[list[Any], Structure]:
         objects[place] = (type(one), list(held), structure, len(inner))
         values += inner
     return values, Structure(tree, objects)
+
+
+def hidden_in(values: list[Any]) -> list[Tensor]:
+    """The tensors in values that could not be flattened: dicts of somebody's own, objects with slots, or too deep ones.
+
+    As far as they are among the first things that such a value knows.
+    """
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, _WITHOUT):
+            continue
+        waiting, seen = [value], {id(value)}
+        for one in waiting:  # it grows
+            if isinstance(one, Tensor):
+                found.append(one)
+            elif not isinstance(one, (*_WITHOUT, ModuleType)) and len(waiting) < _MOST_KNOWN:
+                known = [inner for inner in gc.get_referents(one) if id(inner) not in seen]
+                seen.update(map(id, known))
+                waiting += known
+    return found
 
 
 def _flatten_common(value: Any) -> tuple[list[Any], Structure] | None:

@@ -43,7 +43,8 @@ class Made(NamedTuple):
     number: int
 
 
-class Drawn(NamedTuple):
+@dataclass(eq=False)
+class Drawn:
     """A generator of random numbers as it was."""
 
     device: torch.device

@@ -29,7 +29,7 @@ def plan_command(
     app: Annotated[str | None, typer.Option(help="An application: resnet50, bert_base or bert_large.")] = None,
     seq_len: Annotated[int | None, typer.Option(min=8, help="Tokens per sample of a BERT; 512 if not given.")] = None,
     image_size: Annotated[int | None, typer.Option(min=32, help="Pixels per side of an image; 224.")] = None,
-    global_batch: Annotated[int | None, typer.Option(min=1, help="Samples that one update sees.")] = None,
+    global_batch: Annotated[int | None, typer.Option(min=1, max=2**31, help="Samples that one update sees.")] = None,
     memory: Annotated[str | None, typer.Option(help="What the device may reserve: 32GiB, or bytes.")] = None,
     host_memory: Annotated[str | None, typer.Option(help="What offload may use of the host.")] = None,
     one_forward: Annotated[bool, typer.Option(help="Keep the batch whole.")] = False,
@@ -189,7 +189,7 @@ def _require_function(maker: str, function: object) -> None:
 def _made(maker: str) -> tuple[Any, ...]:
     """What the user's function returns."""
     module, colon, name = maker.partition(":")
-    if not colon or not name:
+    if not colon or not name or not module:
         raise typer.BadParameter(f"a model is given as module:function, got {maker!r}: for example train:make_model.")
     sys.path.insert(0, "")  # as python -m does: modules of the present folder
     try:

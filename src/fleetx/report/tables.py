@@ -169,6 +169,9 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
 }
 
 
+_BEGIN = "<!-- table: "
+
+
 def fill_in(text: str, results: Path) -> str:
     """The text with everything between `<!-- table: name -->` and `<!-- end -->` made anew from the results."""
 
@@ -176,11 +179,22 @@ def fill_in(text: str, results: Path) -> str:
         name = match.group(1)
         if name not in TABLES:
             raise ValueError(f"there is no table {name!r}; there are {', '.join(TABLES)}.")
+        if _BEGIN in match.group(2):
+            raise ValueError(f"the table {name!r} has no <!-- end --> before the next one begins: add it.")
         file, draw = TABLES[name]
-        result = json.loads((results / file).read_text(encoding="utf-8"))
-        return f"<!-- table: {name} -->\n{draw(result)}\n<!-- end -->"
+        try:
+            result = json.loads((results / file).read_text(encoding="utf-8"))
+            return f"<!-- table: {name} -->\n{draw(result)}\n<!-- end -->"
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise ValueError(
+                f"{file} does not hold what the table {name!r} shows ({what}): measure it anew."
+            ) from error
 
-    return re.sub(r"<!-- table: (\S+) -->.*?<!-- end -->", table, text, flags=re.DOTALL)
+    filled, made = re.subn(r"<!-- table: (\S+) -->(.*?)<!-- end -->", table, text, flags=re.DOTALL)
+    if made < text.count(_BEGIN):
+        raise ValueError("the last table of the page has no <!-- end -->: add it.")
+    return filled
 
 
 def _table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, texts: int = 1) -> str:

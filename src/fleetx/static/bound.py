@@ -39,7 +39,10 @@ class BoundProgram:
         self.device = device
         self.model = program.require_model()
         if not is_materialised(self.model):
-            raise RuntimeError("the model has no weights yet: run exe.run(default_startup_program()) once before.")
+            raise RuntimeError(
+                "the model has no weights yet: run exe.run(default_startup_program()) once before; or of a program of "
+                "your own exe.run(StartupProgram(program))."
+            )
         if program.compile:
             require_not_compiled(self.model)
         else:
