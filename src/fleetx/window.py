@@ -135,7 +135,7 @@ class Window:
         assert self._reducer is not None
         weight, holding, by_items, left, stop, *losses = self._reducer.finish()
         stopping.note(stop)
-        if self._is_new:
+        if self._is_new or by_items.device.type == "cpu":  # elsewhere to ask each time would wait for the device
             _require_one_weighing(holding, by_items)
             self._is_new = False
         if self.held == 0 and by_items.item() > 0:
@@ -306,7 +306,7 @@ def _mark(parameter: Tensor) -> tuple[int, int]:
 
 
 def _require_one_weighing(holding: Tensor, by_items: Tensor) -> None:
-    """Asked once for each layout of messages, since the answer waits for the device."""
+    """On a GPU asked once for each layout of messages, since the answer waits for the device."""
     if by_items.item() not in (0, holding.item()):
         raise ValueError(
             f"{by_items.item():.0f} of {holding.item():.0f} workers gave items= to minimize, and the others did not: "

@@ -1,3 +1,4 @@
+import gc
 import logging
 import pickle
 import random
@@ -256,6 +257,64 @@ def test_a_run_in_a_used_folder_must_resume_before_it_saves(tmp_path):
         parts.checkpoints.save(8)
     parts.checkpoints.resume()
     parts.checkpoints.save(8)
+
+
+def test_what_another_run_saved_after_this_one_found_nothing_is_not_removed(tmp_path):
+    first, second = (Parts(tmp_path / "new", keep=1) for _ in range(2))
+    assert first.checkpoints.resume() is second.checkpoints.resume() is None
+    path = first.checkpoints.save(7)
+    del first
+    gc.collect()
+    with pytest.raises(CheckpointError, match="holds checkpoints of an earlier run"):
+        second.checkpoints.save(8)
+    assert path.exists()
+
+
+def test_the_folder_is_the_same_wherever_the_program_goes(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    parts = Parts("saves")
+    parts.checkpoints.resume()
+    monkeypatch.chdir("elsewhere")
+    assert parts.checkpoints.save(1).parent == tmp_path / "saves"
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ({"loader": {"train": None}}, "loader= names 'train', and the checkpoint has 'loader': give what was saved"),
+        ({"also": {"ema": None}}, "also= names 'ema', and the checkpoint has none: give what was saved"),
+    ],
+)
+def test_what_was_not_saved_is_named_before_anything_is_put_back(tmp_path, names, message):
+    Parts(tmp_path).train(4).saved(4)
+    parts = Parts(tmp_path, seed=5)
+    given = {"loader": parts.loader} | {
+        kind: {name: parts.loader if kind == "loader" else torch.Generator() for name in named}
+        for kind, named in names.items()
+    }
+    checkpoints = X.Checkpoints(tmp_path, model=parts.model, optimizer=parts.optimizer, **given)
+    before = parts.weights()
+    with pytest.raises(CheckpointError, match=message):
+        checkpoints.resume()
+    assert same(parts.weights(), before)
+
+
+def test_what_is_left_out_is_told(tmp_path, caplog):
+    Parts(tmp_path, also={"noise": torch.Generator()}).train(3).saved(3)
+    parts = Parts(seed=5)
+    X.Checkpoints(tmp_path, model=parts.model, optimizer=parts.optimizer).resume()
+    told = " ".join(caplog.messages)
+    assert "the state of 'loader', which is not put back: give it with loader=" in told
+    assert "the state of 'noise', which is not put back: give it with also=" in told
+
+
+@pytest.mark.parametrize(("saved", "asked"), [(None, "b"), ("a", "b")])
+def test_a_job_with_a_name_resumes_only_what_has_it(tmp_path, saved, asked):
+    Parts(tmp_path, job=saved).saved(3)
+    with pytest.raises(CheckpointError, match="and this one is 'b'"):
+        Parts(tmp_path, job=asked).checkpoints.resume()
+    assert Parts(tmp_path, job=saved).checkpoints.resume().step == 3
 
 
 def test_an_interrupted_save_is_named_passed_over_and_swept_away(tmp_path):

@@ -172,13 +172,14 @@ def test_an_error_beside_training_is_raised_by_the_next_save_and_only_once(tmp_p
     assert parts.saved(4).name == "save-000002-step-4"
 
 
-def test_an_error_that_nobody_asks_for_is_told_at_the_end(tmp_path):
+@pytest.mark.parametrize("last", ["", "del checkpoints; gc.collect(); time.sleep(1); gc.collect()\n"])
+def test_an_error_that_nobody_asks_for_is_told_at_the_end(tmp_path, last):
     script = (
-        "import os, errno, torch, fleetx as X\n"
+        "import os, errno, gc, time, torch, fleetx as X\n"
         f"checkpoints = X.Checkpoints({str(tmp_path)!r}, model=torch.nn.Linear(2, 2))\n"
         "def fail(*_): raise OSError(errno.ENOSPC, 'No space left on device')\n"
         "os.fsync = fail\n"
-        "checkpoints.save(1, asynchronous=True)\n"
+        "checkpoints.save(1, asynchronous=True)\n" + last
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert "the last asynchronous save failed, and nobody asked for its result" in done.stderr

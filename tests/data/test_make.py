@@ -96,4 +96,4 @@ def test_bad_arguments(tmp_path):
 
 def test_no_file_is_left_empty(tmp_path):
     with pytest.raises(ValueError, match="each file needs a sample, got files=100 and samples=3: make fewer files"):
-        make.make_digital(tmp_path / "few", samples=3, files=100)
+        make_digital(tmp_path / "few", samples=3, files=100)

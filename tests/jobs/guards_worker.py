@@ -77,6 +77,18 @@ def drifting(rank):
     return None
 
 
+def mixed(rank):
+    """One worker forgets to count items, and not in the first window."""
+    model, optimizer = build()
+    try:
+        for number in range(3 * K_STEPS):
+            forgotten = rank == 1 and number >= K_STEPS
+            optimizer.minimize(loss_of(model, batch(rank, 0, number)), items=None if forgotten else 4)
+    except ValueError as error:
+        return [number, str(error)]
+    return None
+
+
 def stopping(rank):
     """One worker gets the signal first; all must see it at the same update."""
     model, optimizer = build()
@@ -114,6 +126,7 @@ def main():
         "evenly": list(fleet.evenly(range(3 + 2 * rank))),
         "listeners": listeners(),
         "drifting": drifting(rank),
+        "mixed": mixed(rank),
         "stopping": stopping(rank),
     }
     Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(found))

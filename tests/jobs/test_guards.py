@@ -49,6 +49,13 @@ def test_a_single_bit_on_one_worker_is_found_and_named(found):
             assert "worker 1 differs from most of the others" in message
 
 
+def test_a_worker_that_forgets_items_in_a_later_window_is_noticed_before_the_update(found):
+    for worker in found:
+        number, message = worker["mixed"]
+        assert number == 3  # the end of the second window
+        assert f"{len(found) - 1} of {len(found)} workers gave items= to minimize" in message
+
+
 def test_all_workers_see_the_same_stop(found):
     assert [worker["stopping"] for worker in found] == [11] * len(found)
 

@@ -28,6 +28,7 @@ def refused(arguments, capsys):
             "(more workers than devices): leave one of them out",
         ),
         (["--nnodes", "2", SCRIPT], "--nnodes 2 needs --master HOST:PORT"),
+        (["--master", "10.0.0.1:6170", SCRIPT], "--master is for several hosts, and --nnodes, which says how many"),
         (["--nnodes", "4:2", SCRIPT], "a range such as 2:4, not '4:2'"),
         (["--master", "10.0.0.1:0", SCRIPT], "must be HOST:PORT such as 10.0.0.1:6170, not '10.0.0.1:0'"),
         ([*TWO, "--rank", "2", SCRIPT], "--rank must be from 0 to 1 with --nnodes 2, not 2"),

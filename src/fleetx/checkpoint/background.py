@@ -5,7 +5,6 @@ import logging
 import os
 import sys
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -25,11 +24,15 @@ class Background(Generic[Result]):
         self._thread: threading.Thread | None = None
         self._result: Result | None = None
         self._error: BaseException | None = None
-        atexit.register(_end, weakref.ref(self))
+        self._is_kept = False
 
     def start(self, task: Callable[[], Result]) -> None:
         """Begin a task; the one before must have been waited for."""
         assert self._thread is None
+        if not self._is_kept:
+            # Until the program ends, whoever forgets the checkpoints: what goes wrong must be told.
+            self._is_kept = True
+            atexit.register(self.end)
 
         def run() -> None:
             try:
@@ -71,8 +74,3 @@ class Background(Generic[Result]):
                 f"the last asynchronous save failed, and nobody asked for its result: {self._error} "
                 "Call checkpoints.wait() before the program ends."
             )
-
-
-def _end(reference: "weakref.ref[Background]") -> None:
-    if (background := reference()) is not None:
-        background.end()

@@ -95,7 +95,7 @@ class Checkpoints:
             model, optimizer = step.model, step.optimizer
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise ValueError(f"keep must be a whole number of at least 1, or None to keep all, not {keep!r}.")
-        path = Path(folder)
+        path = Path(folder).absolute()  # whatever folder the program goes to later
         if path.exists() and not path.is_dir():
             raise CheckpointError(f"{path} must be a folder, and it is a file. Give another folder.")
         require_joined()
@@ -178,7 +178,7 @@ class Checkpoints:
         if reading is None:
             if passed:
                 raise CheckpointError(_none_usable(chosen, passed, given=path is not None))
-            self._folder.is_ours = True
+            self._folder.begin_empty()
             return None
         extra, replayed = put_back(self._run, reading, self._workers)
         self._folder.is_ours = True

@@ -43,7 +43,12 @@ class CheckpointFolder:
         self.damaged: set[str] = set()
         # Whether what is there is this job's own: only then may it be replaced.
         self.is_ours = False
+        self._was_empty = False  # when this job began
         self._hold: locking.Hold | None = None
+
+    def begin_empty(self) -> None:
+        """There is nothing to go on with; what another job saves here before this one does is not this one's."""
+        self.is_ours = self._was_empty = True
 
     def found(self) -> list[Found]:
         """Everything that looks like a checkpoint, the newest first; nothing has been checked yet."""
@@ -88,7 +93,7 @@ class CheckpointFolder:
             manifests.require_listed(final, manifests.read_manifest(final))
         except Damaged as damage:
             raise not_read_back(final, damage) from damage
-        self.is_ours = True
+        self.is_ours, self._was_empty = True, False
         self._prune(manifest)
 
     def discard(self, draft: str) -> None:
@@ -98,7 +103,7 @@ class CheckpointFolder:
 
     def _require_ours(self) -> None:
         finished = [found.path.name for found in self.found()]
-        if finished and not self.is_ours:
+        if finished and (self._was_empty or not self.is_ours):
             raise CheckpointError(
                 f"saves go on where a run was resumed, and {self.path} holds checkpoints of an earlier run "
                 f"({finished[0]} is the newest), which would be removed little by little. Call resume() before the "

@@ -122,8 +122,9 @@ def require_listed(folder: Path, manifest: Manifest, any_name: bool = False) -> 
 def difference(manifest: Manifest, here: Job, models: Outline) -> str | None:
     """Why a checkpoint is not one of this job, whose models have these tensors; None if it is."""
     saved = manifest.job
-    if saved.name is not None and here.name is not None and saved.name != here.name:
-        return f"it is of another job, {saved.name!r}, and this one is {here.name!r}"
+    if here.name is not None and saved.name != here.name:
+        whose = "a job without a name" if saved.name is None else f"another job, {saved.name!r}"
+        return f"it is of {whose}, and this one is {here.name!r}"
     saved_models = manifest.file(MODEL).tensors or {}
     if saved_models != models:
         return f"it is of another model: {_first_difference(saved_models, models)}"

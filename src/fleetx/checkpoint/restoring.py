@@ -16,11 +16,13 @@ def put_back(run: Run, reading: Reading, workers: Workers) -> tuple[Tree, int]:
     saved, rank = reading.manifest.workers, workers.rank
     shared = reading.shared()
     if saved != workers.size:
-        held = _require_replayable(run, [reading.encoded_own(one) for one in range(saved)])
         first = reading.own(0)
+        state.require_parts(run, first)
+        held = _require_replayable(run, [reading.encoded_own(one) for one in range(saved)])
         state.restore_elsewhere(run, shared, first, reading.own(rank) if rank < saved else None, rank)
         return first["extra"], held
     own = reading.own(rank)
+    state.require_parts(run, own)
     if _windows_go_on(run, shared, own):
         state.restore(run, shared, own)
         return own["extra"], 0

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from fleetx.checkpoint.errors import CheckpointError
 from fleetx.checkpoint.manifest import Job
 from fleetx.checkpoint.randomness import random_state, set_derived_state, set_random_state
 from fleetx.checkpoint.replaying import WindowStart
 from fleetx.checkpoint.tensor_file import Outline, outline
 from fleetx.checkpoint.trees import TensorSet, encode, encoded_dict
 from fleetx.fleet.optimizer import DistributedOptimizer
+from fleetx.notices import tell_once
 
 Tree = dict[str, Any]
 
@@ -101,6 +103,26 @@ def collect(run: Run, extra: Mapping[str, Any], rank: int) -> Collected:
     own |= {name: encode(value, mine, (name,)) for name, value in rest.items()}
     shared = {"models": encoded_dict(models), "optimizers": encoded_dict(optimizers)}
     return Collected(encoded_dict(shared), encoded_dict(own), model, optimizer, mine)
+
+
+def require_parts(run: Run, own: Tree) -> None:
+    """Raise, before anything is put back, if a loader or something beside was not saved; tell what is left out."""
+    for kind, argument in (("loaders", "loader"), ("also", "also")):
+        here, saved = getattr(run, kind), own[kind]
+        missing = [name for name in here if name not in saved]
+        if missing:
+            known = ", ".join(map(repr, saved)) or "none"
+            raise CheckpointError(
+                f"{argument}= names {missing[0]!r}, and the checkpoint has {known}: give what was saved under the name "
+                f"that it had, or leave {argument}= out and begin with it anew."
+            )
+        left_out = [name for name in saved if name not in here]
+        if left_out:
+            tell_once(
+                f"checkpoint.left_out.{kind}",
+                f"the checkpoint has the state of {', '.join(map(repr, left_out))}, which is not put back: give it "
+                f"with {argument}= to go on where it was.",
+            )
 
 
 def restore(run: Run, shared: Tree, own: Tree) -> None:

@@ -96,6 +96,8 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     master = given.master
     if most > 1 and master is None and given.ips:
         master = (ips[0], DEFAULT_PORT)
+    if most == 1 and given.master is not None and given.nnodes is None:
+        parser.error("--master is for several hosts, and --nnodes, which says how many, is missing: give both.")
     if most > 1 and master is None:
         parser.error(
             f"--nnodes {most} needs --master HOST:PORT, the address of the first host, the same on all of them."
