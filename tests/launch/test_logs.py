@@ -55,3 +55,12 @@ def test_the_end_of_a_log_has_the_whole_traceback():
     assert lines == [*before[-5:], *trace]
     assert last_lines("\n".join(before)) == before[-20:]
     assert last_lines("\n\n") == []
+
+
+def test_a_log_that_is_a_link_to_a_device_is_not_read(tmp_path):
+    (tmp_path / "workerlog.0").symlink_to("/dev/full")
+    log = WorkerLog(tmp_path, 0, "job", first=True)
+    shown = io.StringIO()
+    Relay(log, "[worker 0] ", shown).pump(whole=False)
+    assert not shown.getvalue()
+    assert log.end() == []

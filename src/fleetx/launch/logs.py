@@ -44,6 +44,8 @@ class WorkerLog:
 
     def end(self) -> list[str]:
         """The last lines of this attempt; a traceback among them is shown from its beginning."""
+        if not self.path.is_file():  # a link to a device, which may have no end
+            return []
         try:
             with self.path.open("rb") as file:
                 size = file.seek(0, 2)
@@ -73,6 +75,8 @@ class Relay:
 
     def pump(self, whole: bool = True) -> None:
         """Show what is new; `whole=False` also a last line that has no end yet."""
+        if not self._path.is_file():  # a link to a device, which may have no end
+            return
         try:
             with self._path.open("rb") as file:
                 file.seek(self._place)

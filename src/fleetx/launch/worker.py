@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from fleetx.comm import beats
 from fleetx.launch.output import forgive_full_disks
@@ -111,15 +112,19 @@ def _exit_code(value: object) -> int:
     return 1
 
 
+_left_behind: dict[str, Any] = {}
+"""The script's own names: as in Python, what they hold is there until exit functions were called."""
+
+
 def _run_as_main(command: list[str]) -> None:
     if command[0] == "-m":
         sys.argv = command[1:]
         sys.path[0] = str(Path.cwd())
-        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        _left_behind.update(runpy.run_module(command[1], run_name="__main__", alter_sys=True))
         return
     sys.argv = command
     sys.path[0] = str(Path(command[0]).resolve().parent)
-    runpy.run_path(command[0], run_name="__main__")
+    _left_behind.update(runpy.run_path(command[0], run_name="__main__"))
 
 
 def _answer_with_stacks() -> None:

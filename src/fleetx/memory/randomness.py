@@ -18,6 +18,11 @@ class State(NamedTuple):
     host: Tensor
     on_devices: tuple[tuple[torch.device, Tensor], ...]
 
+    def is_same(self, other: "State") -> bool:
+        """Whether nothing was drawn between them."""
+        both = zip(self.on_devices, other.on_devices, strict=True)
+        return torch.equal(self.host, other.host) and all(torch.equal(one, two) for (_, one), (_, two) in both)
+
 
 def devices_of(tensors: Iterable[Tensor]) -> tuple[torch.device, ...]:
     """The devices on which parameters and buffers lie, accelerators first; the host, if there are none."""

@@ -78,12 +78,6 @@ _NORMS = {"batch_norm", "instance_norm"}
 """They write to their running statistics, of which the versions say nothing."""
 
 
-def gives_values(function: Any) -> bool:
-    """Whether what a function gives can be compared: fresh memory holds anything."""
-    name = getattr(function, "__name__", "")
-    return "empty" not in name and not name.startswith("resize")
-
-
 def written_by(function: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors to which a function is known, or sounds as if it were, to write."""
     name = getattr(function, "__name__", "")

@@ -20,7 +20,7 @@ from fleetx.memory.names import Cuts, operation_name
 from fleetx.memory.offload import Offloader
 from fleetx.memory.readers import Readers, pointers
 from fleetx.memory.recompute import Frame, Kept, Saved, unchanged
-from fleetx.memory.recording import Recorder, drop_deaf, gives_values
+from fleetx.memory.recording import Recorder, drop_deaf
 from fleetx.memory.shielding import shielded
 from fleetx.memory.states import DEAR_KINDS, Segment
 from fleetx.memory.statistics import is_counting
@@ -299,7 +299,8 @@ class Run:
         noted = None
         if written or kwargs.get("generator") is not None:
             noted = self._noted(args, kwargs, written)
-        begun = Begun(noted, written, len(self.frame.looks), self._dear())
+        random = randomness.state(self.devices) if self.frame.is_checked else None
+        begun = Begun(noted, written, len(self.frame.looks), self._dear(), random)
         self._is_calling = True
         try:
             with nullcontext() if begun.dear is None else dear.Saving(begun.dear):
@@ -318,8 +319,8 @@ class Run:
         noted = begun.noted or self._noted(args, kwargs, [])
         call = tape.note_call(function, noted, output, Surroundings.now(self.kinds), saves)
         call.dear = begun.dear if begun.dear is not None and begun.dear.saved else None
-        if self.frame.is_checked and gives_values(function):
-            call.sums = [checksum(one) for one in tensors_in(output)]
+        if begun.random is not None and not begun.random.is_same(randomness.state(self.devices)):
+            call.sums = [checksum(one) for one in tensors_in(output)]  # somebody may have seeded a generator before
         if saves:
             self.frame.undivided = self.frame.undivided or "what is computed between modules is not compiled"
         tape.note_written(begun.written)
@@ -536,6 +537,7 @@ class Begun(NamedTuple):
     written: list[Tensor]
     first: int  # number of the first tensor that is saved
     dear: dear.Noted | None
+    random: randomness.State | None  # before it, if what it gives will be compared
 
 
 def _require_one_to_move_from(devices: tuple[torch.device, ...], cuts: Cuts) -> None:
