@@ -15,6 +15,7 @@ from tests.interpreting import assert_passes_interpreted, needs_triton
 HERE = Path(__file__).parent
 
 
+@pytest.mark.full  # the longest of its kind; the device's tests run the kernels themselves
 @needs_triton
 def test_the_kernels_pass_their_tests_in_tritons_interpreter():
     assert_passes_interpreted(HERE / "packed_attention_interpreted.py")
