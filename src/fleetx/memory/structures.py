@@ -17,7 +17,7 @@ _DATA = (Tensor, torch.dtype, torch.device, str, bytes, int, float, complex, typ
 _DEEPEST = 3
 """Objects in objects are looked into so far, and no further: some know the whole program."""
 _ATOMS = frozenset({Tensor, nn.Parameter, bool, int, float, str, type(None)})
-_MOST_KNOWN = 500
+_MOST_KNOWN = 200  # things that are looked at in a value that cannot be flattened: some know the whole program
 _MOST_VALUES = 64  # of a structure that is remembered
 _MOST_REMEMBERED = 64
 
