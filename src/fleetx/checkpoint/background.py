@@ -24,15 +24,11 @@ class Background(Generic[Result]):
         self._thread: threading.Thread | None = None
         self._result: Result | None = None
         self._error: BaseException | None = None
-        self._is_kept = False
 
     def start(self, task: Callable[[], Result]) -> None:
         """Begin a task; the one before must have been waited for."""
         assert self._thread is None
-        if not self._is_kept:
-            # Until the program ends, whoever forgets the checkpoints: what goes wrong must be told.
-            self._is_kept = True
-            atexit.register(self.end)
+        atexit.register(self.end)  # until somebody waits, whoever forgets the checkpoints: errors must be told
 
         def run() -> None:
             try:
@@ -49,6 +45,7 @@ class Background(Generic[Result]):
             return None
         self._thread.join()
         self._thread = None
+        atexit.unregister(self.end)
         error, result = self._error, self._result
         self._error = self._result = None
         if error is not None:

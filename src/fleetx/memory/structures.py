@@ -13,6 +13,7 @@ _WITHOUT = (
     *(Tensor, nn.Module, torch.Generator, torch.dtype, torch.device, str, bytes, int, float, complex, type, type(None)),
     *(FunctionType, MethodType, BuiltinFunctionType),
 )
+_NOT_SEARCHED = (*_WITHOUT, ModuleType)
 _DATA = (Tensor, torch.dtype, torch.device, str, bytes, int, float, complex, type(None))
 _DEEPEST = 3
 """Objects in objects are looked into so far, and no further: some know the whole program."""
@@ -73,7 +74,7 @@ def hidden_in(values: list[Any]) -> list[Tensor]:
         for one in waiting:  # it grows
             if isinstance(one, Tensor):
                 found.append(one)
-            elif not isinstance(one, (*_WITHOUT, ModuleType)) and len(waiting) < _MOST_KNOWN:
+            elif not isinstance(one, _NOT_SEARCHED) and len(waiting) < _MOST_KNOWN:
                 known = [inner for inner in gc.get_referents(one) if id(inner) not in seen]
                 seen.update(map(id, known))
                 waiting += known
