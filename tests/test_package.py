@@ -4,7 +4,6 @@ import doctest
 import importlib
 import os
 import pkgutil
-import resource
 import subprocess
 import sys
 import sysconfig
@@ -52,17 +51,23 @@ def test_the_planner_is_there_but_not_imported_before_it_is_asked_for():
         _ = fleetx.plann
 
 
+TIME_IMPORTS = """
+import gc, time
+gc.disable()
+begun = time.process_time()
+import torch
+between = time.process_time()
+import fleetx
+print((time.process_time() - between) / (between - begun))
+"""
+
+
 def test_the_import_costs_little_more_than_torch():
-    """In the processor's own time, of which other processes take nothing."""
+    """Both in one process, in its own time: other processes slow both down alike.
 
-    def seconds(module):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        python("-c", f"import {module}")
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-    ours, torchs = zip(*[(seconds("fleetx"), seconds("torch")) for _ in range(3)], strict=True)
-    assert min(ours) < 1.3 * min(torchs)
+    Without the garbage collector: where it goes through all that torch made (70 ms) is chance.
+    """
+    assert min(float(python("-c", TIME_IMPORTS).stdout) for _ in range(3)) < 0.3
 
 
 def build_wheel(folder):
