@@ -1,0 +1,44 @@
+"""Models that were compiled from outside: a plan must be between the compiler and the modules, not inside of it."""
+
+import sys
+
+from torch import nn
+
+from fleetx.memory.experience import Experience
+
+
+def refuse_foreign_compilation(model: nn.Module, experience: Experience) -> None:
+    """What happens between modules happens in Python: a compiler around it would see other calls than there are."""
+    parts = {"": model, **experience.cuts.containers, **experience.cuts.leaves}
+    compiled = [name or "the model" for name, part in parts.items() if part._compiled_call_impl is not None]
+    if compiled or _is_within_compiled_call():
+        raise RuntimeError(_compiled_from_outside(compiled[0] if compiled else "its call"))
+
+
+def _compiled_from_outside(what: str) -> str:
+    return (
+        f"a model with a plan must not be compiled from outside, and {what} is. "
+        "Let the plan compile what runs between the cuts: memory.apply(..., compile=True), or strategy.compile."
+    )
+
+
+def require_not_compiled(model: nn.Module) -> None:
+    """What torch.compile(module) gives is a module around the module, which calls it where no plan can see."""
+    if "torch._dynamo" not in sys.modules:  # nobody compiled anything
+        return
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    for name, module in model.named_modules():
+        if isinstance(module, OptimizedModule):
+            what = repr(name) if name else "this one (the result of torch.compile)"
+            raise ValueError(_compiled_from_outside(what))
+
+
+def _is_within_compiled_call() -> bool:
+    frame = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "compile_wrapper" and code.co_filename.endswith("eval_frame.py"):
+            return True
+        frame = frame.f_back
+    return False
