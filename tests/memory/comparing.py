@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fleetx import memory
-from fleetx.memory.running import active_run
+from fleetx.memory.underway import active_run
 
 RATE = 0.05
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from fleetx import memory
 from fleetx.memory import Segment
-from fleetx.memory.running import active_run
+from fleetx.memory.underway import active_run
 from tests.memory.comparing import STATES, assert_equal_outcomes, assert_exact, cycled, step
 from tests.memory.test_structures import example
 from tests.memory.zoo import MODELS, gpt, normal, resnet, vit

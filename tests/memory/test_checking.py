@@ -96,7 +96,7 @@ def test_a_segment_is_checked_once():
     made = example(forward)
     memory.apply(made.model, ["a", "b"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fleetx.memory.running.checksum", noted)
+        patch.setattr("fleetx.memory.wholes.checksum", noted)
         patch.setattr("fleetx.memory.recompute.checksum", noted)
         counts = []
         for number in range(4):
@@ -115,7 +115,7 @@ def test_a_segment_is_prepared_for_a_check_until_a_backward_has_come_there():
     made = example(forward)
     memory.apply(made.model, ["a", "b"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fleetx.memory.running.checksum", checked.append)
+        patch.setattr("fleetx.memory.wholes.checksum", checked.append)
         for number in range(10):
             made.model(*made.batch(number))
     assert len(checked) == 2 * 10 + 1

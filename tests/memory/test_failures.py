@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fleetx import memory
-from fleetx.memory.running import active_run
+from fleetx.memory.underway import active_run
 from tests.memory.comparing import (
     Census,
     assert_equal_outcomes,

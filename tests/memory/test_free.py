@@ -11,7 +11,8 @@ from fleetx import memory
 from fleetx.memory import Segment, offload
 from fleetx.memory.offload import Offloader
 from fleetx.memory.recompute import frames_alive
-from fleetx.memory.running import Run, active_run
+from fleetx.memory.running import Run
+from fleetx.memory.underway import active_run
 from tests.memory.comparing import Census
 
 

@@ -13,8 +13,8 @@ from fleetx.memory.experience import Experience
 from fleetx.memory.hooks import Beginning, Cutting, Ending, Entering, Hook, Leaving, plan_on
 from fleetx.memory.names import find_cuts
 from fleetx.memory.refusing import require_parts_as_a_whole, require_unwrapped
-from fleetx.memory.running import active_run, end_stale
 from fleetx.memory.states import Home, Save, Segment
+from fleetx.memory.underway import active_run, end_stale
 from fleetx.units import parse_bytes
 
 

@@ -10,8 +10,9 @@ from torch import nn
 
 from fleetx.memory.experience import Experience
 from fleetx.memory.foreign import refuse_foreign_compilation
-from fleetx.memory.running import Run, active_run, end_stale
+from fleetx.memory.running import Run
 from fleetx.memory.states import Segment
+from fleetx.memory.underway import active_run, calls_of, end_stale
 
 
 class Hook:
@@ -54,7 +55,7 @@ class Entering(Hook):
             return
         if self.kind == "leaf":
             with run.busy():
-                run.enter_leaf(module, args, kwargs)
+                run.wholes.enter(module, args, kwargs)
         else:
             run.containers.append((self.name, {}))
 
@@ -72,7 +73,7 @@ class Leaving(Hook):
             return
         if self.kind == "leaf":
             with run.busy():
-                run.leave_leaf(output)
+                run.wholes.leave(output)
         elif run.containers:
             run.containers.pop()
 
@@ -87,7 +88,7 @@ class Cutting(Hook):
     def act(self, _module: nn.Module, _args: Any, _output: Any) -> None:
         """See the class."""
         run = self.run()
-        if run is not None and run.depth == 0:
+        if run is not None and run.wholes.depth == 0:
             with run.busy():
                 run.cut(self.segment)
 
@@ -99,7 +100,7 @@ class Beginning(Hook):
         """See the class."""
         end_stale()
         run = self.run()
-        if run is not None and _is_under_way(module):
+        if run is not None and calls_of(module) > 1:
             run.nested += 1  # the model calls itself
             return
         if run is not None:
@@ -142,15 +143,6 @@ def plan_on(model: nn.Module) -> Experience | None:
     """What is known of the plan on a model, also on a copy of one that has it."""
     beginnings = [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, Beginning)]
     return beginnings[0].experience if beginnings else None
-
-
-def _is_under_way(module: nn.Module) -> bool:
-    """Whether the module was called further up, not only just now."""
-    frame, calls = sys._getframe(), 0
-    while frame is not None:
-        calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
-        frame = frame.f_back
-    return calls > 1
 
 
 def _put_in_order(module: nn.Module) -> None:

@@ -93,6 +93,7 @@ class Frame:
         self.within: Any = threading.local()  # of each thread: in how many dear modules it is
         self.stops_early = False  # whether it may be left in the middle, when everything was saved again
         self.fills_late = False  # whether something in it is saved first and filled then
+        self.sends_inputs = False  # whether they leave for the host as soon as they are read
         self.is_checked = False  # whether what its modules give must be the same again
         self.proven: Callable[[], None] = lambda: None  # called when it was
         self.lost = ""  # what happened that cannot be repeated
@@ -103,6 +104,11 @@ class Frame:
         self._again: dict[int, dict[int, tuple[Tensor, int]]] = {}
         self._lock = threading.RLock()
         _alive.add(self)
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether it is computed again in the backward; if it is divided, the compiler sees to that."""
+        return self.state.save == "inputs" or (self.state.save == "dear" and not self.is_divided)
 
     def pack(self, tensor: Tensor) -> Saved:
         """Autograd saves this tensor."""
