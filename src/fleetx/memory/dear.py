@@ -1,7 +1,8 @@
 """Outputs that are saved because they take long to compute again: noted below autograd, given back when asked again."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,16 +29,23 @@ KINDS: dict[str, tuple[Any, ...]] = {
     ),
 }
 
-_UNSEEN_VIEWS = (aten.unsafe_split, aten.unsafe_split_with_sizes, aten.unsafe_chunk)
+_UNSEEN_VIEWS = frozenset({aten.unsafe_split, aten.unsafe_split_with_sizes, aten.unsafe_chunk})
 """Their outputs share memory with their input, but not its version: who writes to them, as nn.GRU does, is not seen."""
 
 
-def is_dear(kinds: Iterable[str], function: Any, args: Sequence[Any]) -> bool:
+def is_dear(kinds: tuple[str, ...], function: Any, args: Sequence[Any]) -> bool:
     """Whether this operation is of one of these kinds."""
-    packet = function.overloadpacket
+    kind = _kind_of(function, kinds)
+    return kind != "" and (kind != "narrow_matmul" or _narrows(function.overloadpacket, args))
+
+
+@cache
+def _kind_of(function: Any, kinds: tuple[str, ...]) -> str:
+    """The widest of these kinds that an operation may be of, if any; remembered, as each operation is asked about."""
     if function.name() == "fleetx::packed_attention":  # known only once it is needed
-        return "attention" in kinds
-    return any(packet in KINDS[kind] and (kind != "narrow_matmul" or _narrows(packet, args)) for kind in kinds)
+        return "attention" if "attention" in kinds else ""
+    found = [kind for kind in kinds if function.overloadpacket in KINDS[kind]]
+    return next((kind for kind in found if kind != "narrow_matmul"), found[0] if found else "")
 
 
 def _narrows(packet: Any, args: Sequence[Any]) -> bool:
@@ -56,7 +64,7 @@ class Noted:
 
     def chooses(self, function: Any, args: Sequence[Any]) -> bool:
         """Whether the output of this operation is noted."""
-        return self.is_on() and is_dear(self.kinds, function, args)
+        return is_dear(self.kinds, function, args) and self.is_on()
 
     def forget(self, tensor: Tensor) -> None:
         """What shares memory with this one is computed again."""
@@ -75,10 +83,12 @@ class Saving(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         noted = self.noted
-        if noted is not None and func.overloadpacket in _UNSEEN_VIEWS:
-            noted.forget(args[0])
-        elif noted is not None and noted.chooses(func, args):
+        if noted is None:
+            return output
+        if noted.chooses(func, args):
             noted.saved.append(Saved(output, func, noted.device))
+        elif func.overloadpacket in _UNSEEN_VIEWS:
+            noted.forget(args[0])
         return output
 
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:

@@ -15,7 +15,7 @@ from fleetx.memory.offload import Offloader, Trip, View, is_worth_moving
 from fleetx.memory.shielding import shielded
 from fleetx.memory.states import Segment
 from fleetx.memory.surroundings import Surroundings
-from fleetx.memory.tape import Call, External, Tape, pointer_of, version_of
+from fleetx.memory.tape import Call, External, Tape, detached, pointer_of, version_of
 
 DEPENDS = (
     "Its forward depends on something that changed in between: a global, a counter, a file, another generator of "
@@ -114,7 +114,7 @@ class Frame:
         """Autograd saves this tensor."""
         # Detached: an output of the operation that saves it knows the graph, which would then know itself.
         number = len(self.looks)
-        saved = Saved(self, number, tensor.detach())
+        saved = Saved(self, number, detached(tensor))
         look = look_of(tensor)
         if number < len(self.expected) and look == self.expected[number]:
             look = self.expected[number]  # thousands of new ones would keep the garbage collector busy
@@ -281,13 +281,13 @@ class Repetition:
         frame, pointer = self.frame, pointer_of(tensor)
         is_kept = pointer is not None and (pointer in frame.kept or pointer in self.copies)
         if is_kept or not self.saves:  # the model did not save it with us, but in a checkpoint of its own
-            return tensor.detach()
+            return detached(tensor)
         number = self.number
         if number > self.last and self._may_stop():
             raise Enough
         if number >= self.saves.stop or look_of(tensor) != frame.looks[number]:
             raise RuntimeError(self.different(tensor))
-        self.number, held = number + 1, tensor.detach()
+        self.number, held = number + 1, detached(tensor)
         if number not in self.wanted:
             return held
         self.collected[number] = (held, version_of(tensor))

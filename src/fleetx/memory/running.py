@@ -20,7 +20,7 @@ from fleetx.memory.shielding import shielded
 from fleetx.memory.states import DEAR_KINDS, Segment
 from fleetx.memory.structures import tensors_in
 from fleetx.memory.surroundings import Surroundings, settle_attention
-from fleetx.memory.tape import Tape, version_of
+from fleetx.memory.tape import Tape, detached, version_of
 from fleetx.memory.underway import active_run, calls_of, end_stale, hooks_on_saved, no_run, set_active
 from fleetx.memory.wholes import Wholes
 
@@ -202,12 +202,12 @@ class Run:
         """Autograd wants to save a tensor."""
         if self._wonders():
             self.end(failed=True)
-            return Kept(tensor.detach(), version_of(tensor))
+            return Kept(detached(tensor), version_of(tensor))
         if self.ledger.is_kept(tensor):
-            return Kept(tensor.detach(), version_of(tensor))
+            return Kept(detached(tensor), version_of(tensor))
         if self.wholes.depth == 0 and not self._is_calling:  # by a function of somebody's own, which is not on the tape
             self.experience.note_unseen(self.frame)
-            return Kept(tensor.detach(), version_of(tensor))
+            return Kept(detached(tensor), version_of(tensor))
         return self.frame.pack(tensor)
 
     @staticmethod

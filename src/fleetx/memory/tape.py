@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fleetx.memory.structures import Structure, flatten, unflatten
 from fleetx.memory.surroundings import Surroundings
+
+_PLAIN_TENSORS = frozenset({Tensor, nn.Parameter})
+"""Others may consist of several tensors, and know themselves what it means to detach them."""
 
 
 def version_of(tensor: Tensor) -> int:
@@ -31,10 +34,19 @@ def pointer_of(tensor: Tensor) -> int | None:
     try:
         begins = tensor.data_ptr()  # not by its storage, for which Python would have to make an object each time
         if begins:
-            return begins - int(tensor.storage_offset()) * tensor.element_size()
+            offset = int(tensor.storage_offset())
+            return begins - offset * tensor.element_size() if offset else begins
         return tensor.untyped_storage().data_ptr() or None  # it may be a part without numbers of one that has some
     except RuntimeError:  # a tensor that consists of others, such as DTensor
         return None
+
+
+def detached(tensor: Tensor) -> Tensor:
+    """The tensor without its past. Who listens to all operations, as dear outputs do, is not told: that takes long."""
+    if torch._C._len_torch_dispatch_stack() == 0 or type(tensor) not in _PLAIN_TENSORS:
+        return tensor.detach()
+    with torch._C._DisableTorchDispatch():
+        return tensor.detach()
 
 
 class Made(NamedTuple):
