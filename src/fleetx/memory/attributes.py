@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fleetx.memory.checking import bits
-from fleetx.memory.tape import Drawn, pointer_of, version_of
+from fleetx.memory.generators import Drawn, is_generator
+from fleetx.memory.tape import pointer_of, version_of
 
 _TORCHS_OWN = (frozenset(vars(nn.Module())) | {"forward"}) - {"training"}
 """Of parameters, buffers and submodules others take care; hooks stay as they are, and compiled forwards."""
@@ -93,7 +94,7 @@ class Nested(NamedTuple):
         return pytree.tree_unflatten([_again(value, drawn) for value in self.values], self.tree)
 
 
-Generators = dict[Drawn, torch.Generator]
+Generators = dict[Drawn, Any]
 """Those that were made again: modules may share one, and then draw from it in turns."""
 
 
@@ -133,7 +134,7 @@ class Attributes:
         }
 
     def _noted(self, module: nn.Module, name: str, value: Any, is_copied: Callable[[nn.Module, str], bool]) -> Any:
-        if isinstance(value, torch.Generator):
+        if is_generator(value):
             return self._noted_generator(value)
         if not _holds_tensors(value):
             return value
@@ -143,13 +144,13 @@ class Attributes:
             if isinstance(one, Tensor):
                 flat[place] = Past.of(module, name, one, is_copied=copied)
                 self.pasts.append(flat[place])
-            elif isinstance(one, torch.Generator):
+            elif is_generator(one):
                 flat[place] = self._noted_generator(one)
         return Nested(flat, tree)
 
-    def _noted_generator(self, generator: torch.Generator) -> Drawn:
+    def _noted_generator(self, generator: Any) -> Drawn:
         if id(generator) not in self._drawn:
-            self._drawn[id(generator)] = Drawn(generator.device, generator.get_state())
+            self._drawn[id(generator)] = Drawn.of(generator)
         return self._drawn[id(generator)]
 
     def written(self) -> set[tuple[nn.Module, str]]:
@@ -214,7 +215,7 @@ def has_same_values(tensor: Tensor, copy: Tensor) -> bool:
 
 def _holds_tensors(value: Any) -> bool:
     """Or generators of random numbers, which change in a forward too."""
-    if isinstance(value, Tensor | torch.Generator):
+    if isinstance(value, Tensor) or is_generator(value):
         return True
     kind = type(value)
     if kind not in _CONTAINERS and not (isinstance(value, tuple) and hasattr(value, "_fields")):

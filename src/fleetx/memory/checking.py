@@ -1,12 +1,26 @@
-"""Whether a repeated module gave what it gave before: sums over the bits of its outputs, for it to be told apart."""
+"""Whether a repeated module gave what it gave before: a few numbers of its outputs, for it to be told apart.
 
-from typing import Any
+Where the same kernels give the same bits, these are compared. Elsewhere last bits may differ each time: then numbers
+are compared that tell whether two tensors point in the same direction, and are as long.
+"""
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fleetx.memory.tape import pointer_of
 
+_FRACTIONS = {  # with the type in which they are added up
+    torch.float64: torch.float64,
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+}
+_WIDTH = 1024
+_FACTORS = (7_919, 15_485_863, 32_452_843, 49_979_687)
+_ROUNDING = 0.05
+"""What kernels round differently moves a tensor by less than a hundredth of its length; other numbers by far more."""
 _WHOLE_NUMBERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -18,26 +32,88 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.view(_WHOLE_NUMBERS[tensor.element_size()])
 
 
-@torch.no_grad()
-def checksum(tensor: Tensor) -> Tensor | None:
-    """A few numbers, on its device, that are others if the tensor's bits or their order are; None if it has no bits.
+class OfBits(NamedTuple):
+    """Numbers that are others if the bits of a tensor, or their order, are."""
 
-    Sums over rows and columns, weighted by their places: little memory beside a large tensor, and nobody waits.
-    """
+    sums: Tensor
+
+    def is_of_equal(self, other: "OfBits") -> bool:
+        """Whether both are of equal tensors."""
+        return torch.equal(self.sums, other.sums)
+
+
+class OfDirection(NamedTuple):
+    """The length of a tensor, and how far it goes in some fixed directions."""
+
+    stride: tuple[int, ...]
+    lengths: Tensor
+
+    def is_of_equal(self, other: "OfDirection") -> bool:
+        """Whether both are of tensors that are equal but for rounding; what is not finite cannot be told apart."""
+        if self.stride != other.stride:
+            return True  # taken along other ways through memory
+        apart = (self.lengths - other.lengths).abs() > _ROUNDING * torch.maximum(self.lengths[0], other.lengths[0])
+        return not bool(apart.any())
+
+
+Checksum = OfBits | OfDirection
+
+
+@torch.no_grad()
+def checksum(tensor: Tensor) -> Checksum | None:
+    """A few numbers, on its device, that tell the tensor from others; None if it has none. Nobody waits for them."""
     if type(tensor) not in (Tensor, torch.nn.Parameter) or pointer_of(tensor) is None or tensor.is_quantized:
         return None
-    if tensor.device.type != "cpu" and not torch.are_deterministic_algorithms_enabled():
-        return None  # kernels there may give other last bits each time
-    numbers = bits(tensor.detach())
+    return _of_bits(tensor.detach()) if gives_same_bits(tensor.device) else _of_direction(tensor.detach())
+
+
+def gives_same_bits(device: torch.device) -> bool:
+    """Whether the same computation gives the same last bits there."""
+    return device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+
+
+def is_equal(one: Checksum | None, other: Checksum | None) -> bool:
+    """Whether two checksums are those of equal tensors; what has none is taken to be."""
+    if isinstance(one, OfBits) and isinstance(other, OfBits):
+        return one.is_of_equal(other)
+    if isinstance(one, OfDirection) and isinstance(other, OfDirection):
+        return one.is_of_equal(other)
+    return True
+
+
+def _of_bits(tensor: Tensor) -> OfBits:
+    """Sums over rows and columns, weighted by their places: little memory beside a large tensor."""
+    numbers = bits(tensor)
     numbers = numbers.reshape(1) if numbers.dim() == 0 else numbers
     rows = numbers.sum(-1, dtype=torch.int64).flatten()
     columns = numbers.sum(tuple(range(numbers.dim() - 1)), dtype=torch.int64) if numbers.dim() > 1 else numbers.long()
-    return torch.stack([_weighted(rows), _weighted(columns)])
+    return OfBits(torch.stack([_weighted(rows), _weighted(columns)]))
 
 
-def is_equal(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two checksums are those of equal tensors; what has none is taken to be."""
-    return one is None or other is None or torch.equal(one, other)
+def _of_direction(tensor: Tensor) -> OfDirection | None:
+    """Of numbers with a fraction, that lie side by side in memory: whole ones may jump where others are rounded."""
+    if tensor.dtype not in _FRACTIONS or tensor.numel() == 0 or not _is_dense(tensor):
+        return None
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    width = min(len(flat), _WIDTH)
+    rows = flat[: len(flat) // width * width].view(-1, width)
+    with torch.autocast(tensor.device.type, enabled=False):
+        ways = rows @ _signs(width, tensor)
+        ways = (ways * _signs(len(rows), tensor)).sum(0, dtype=_FRACTIONS[tensor.dtype])
+    length = torch.linalg.vector_norm(rows, dtype=_FRACTIONS[tensor.dtype])
+    return OfDirection(tensor.stride(), torch.cat([length[None], ways]))
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return reach == tensor.numel()
+
+
+def _signs(count: int, like: Tensor) -> Tensor:
+    """Plus and minus one in `count` rows, without an order that anything else might have."""
+    places = torch.arange(1, count + 1, device=like.device)
+    mixed = [(places * places * factor + places * 40_503 >> 15) & 1 for factor in _FACTORS]
+    return torch.stack(mixed, 1).to(like.dtype).mul_(2).sub_(1)
 
 
 class LateFillers:

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fleetx.memory import randomness
+from fleetx.memory.checking import Checksum, checksum, is_equal
 from fleetx.memory.offload import View, is_worth_moving
 
 aten = torch.ops.aten
@@ -60,6 +61,7 @@ class Noted:
     kinds: tuple[str, ...]
     device: randomness.Devices
     is_on: Callable[[], bool]
+    is_checked: bool = False  # whether these operations must read the same when they are repeated
     saved: "list[Saved | None]" = field(default_factory=list)
 
     def chooses(self, function: Any, args: Sequence[Any]) -> bool:
@@ -86,7 +88,7 @@ class Saving(TorchDispatchMode):
         if noted is None:
             return output
         if noted.chooses(func, args):
-            noted.saved.append(Saved(output, func, noted.device))
+            noted.saved.append(Saved(output, func, noted.device, _read(args, kwargs) if noted.is_checked else None))
         elif func.overloadpacket in _UNSEEN_VIEWS:
             noted.forget(args[0])
         return output
@@ -99,7 +101,7 @@ class Saving(TorchDispatchMode):
 class Saved:
     """The outputs of one operation, and where the random generators were after it."""
 
-    def __init__(self, output: Any, function: Any, device: randomness.Devices) -> None:
+    def __init__(self, output: Any, function: Any, device: randomness.Devices, read: list[Any] | None) -> None:
         flat, self.structure = pytree.tree_flatten(output)
         # Detached: the tensors themselves will know the graph, which would then know itself.
         # With ADInplaceOrView, which is off below autograd: else the version would say nothing of later writes.
@@ -108,6 +110,7 @@ class Saved:
         self.versions = [value._version if isinstance(value, Tensor) else 0 for value in self.flat]
         self.device = device
         self.function = function
+        self.read = read  # what tells its inputs from others
         is_random = torch.Tag.nondeterministic_seeded in function.tags
         self.after = randomness.state(device) if is_random else None
 
@@ -119,6 +122,13 @@ class Saved:
     def written_to(self) -> bool:
         """Whether somebody wrote to an output in place, so that it is not what the operation gave."""
         return any(isinstance(v, Tensor) and v._version != n for v, n in zip(self.flat, self.versions, strict=True))
+
+    def has_read(self, args: Sequence[Any], kwargs: Any) -> bool:
+        """Whether these are its inputs, as far as somebody noted them."""
+        if self.read is None:
+            return True
+        both = zip(self.read, _read(args, kwargs), strict=True)
+        return all(is_equal(one, two) if isinstance(one, Checksum) else one == two for one, two in both)
 
     def park(self, park: Callable[[Tensor], View]) -> None:
         """Send the outputs that are worth it to the host."""
@@ -147,12 +157,22 @@ class Giving(TorchDispatchMode):
         if self.noted is not None and self.noted.chooses(func, args):
             saved = next(self.saved, None)
             if saved is not None and saved.function is not func:
-                raise RuntimeError(
-                    f"a segment called {func} when it was repeated, where it had called {saved.function}."
-                )
+                raise Different(f"called {func} when it was repeated, where it had called {saved.function}")
+            if saved is not None and not saved.has_read(args, kwargs):
+                raise Different(f"gave something else to {func} when it was repeated")
             if saved is not None and not saved.written_to():
                 return saved.give()
         return func(*args, **(kwargs or {}))
+
+
+class Different(Exception):  # noqa: N818 - it reads as what it says
+    """A segment did something else when it was repeated; says what."""
+
+
+def _read(args: Sequence[Any], kwargs: Any) -> list[Any]:
+    """Of tensors their checksums, and all else as it is."""
+    values = pytree.tree_leaves((args, kwargs or {}))
+    return [checksum(value) if isinstance(value, Tensor) else value for value in values]
 
 
 def _present(value: Any) -> Any:

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from fleetx.memory.buffers import Watch
 from fleetx.memory.compiling import SharedCompilations
+from fleetx.memory.modes import Modes
 from fleetx.memory.names import Cuts
 from fleetx.memory.offload import Offloader
 from fleetx.memory.recompute import Frame, Look
 from fleetx.memory.states import Segment
 
 TAIL = Segment("the end", save="everything")
-Modes = tuple[Any, ...]  # of all modules: whether they train, and which hooks they have
 _MOST_PROVEN = 32
 
 
@@ -31,13 +31,23 @@ class Learned:
     lost: int = 0  # how often in a row it could not be repeated
     fills_late: bool = False  # whether something in it is saved first and filled then
     is_divided: bool = False  # whether the compiler can save its dear outputs alone
-    proven: set[Modes] = field(default_factory=set)  # of the model, in which it gave the same when it was repeated
+    moves_generators: bool = False  # whether something in it that is not repeated draws random numbers, or seeds
+    proven: set[int] = field(default_factory=set)  # ways to run in which it gave the same when it was repeated
 
-    def note_proven(self, modes: Modes) -> None:
+    def note_proven(self, way: int) -> None:
         """It did. Who has other hooks in each step must not make us remember all of them."""
         if len(self.proven) >= _MOST_PROVEN:
             self.proven.clear()
-        self.proven.add(modes)
+        self.proven.add(way)
+
+    def note_moved_generators(self) -> None:
+        """From now on it is noted where they are before each call that draws."""
+        self.moves_generators = True
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether it could not be repeated time and again: then nobody needs to prove anything of it."""
+        return self.lost >= 2
 
 
 @dataclass(eq=False)
@@ -46,6 +56,7 @@ class Experience:
 
     cuts: Cuts
     watch: Watch = field(default_factory=Watch)
+    modes: Modes = field(default_factory=Modes)
     written: dict[int, set[int]] = field(default_factory=dict)  # by module: inputs that it writes to
     # Modules that were only seen to write to their own buffers; none if forwards go different ways.
     harmless: weakref.WeakSet[nn.Module] | None = field(default_factory=weakref.WeakSet)

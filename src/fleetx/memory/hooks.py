@@ -10,6 +10,7 @@ from torch import nn
 
 from fleetx.memory.experience import Experience
 from fleetx.memory.foreign import refuse_foreign_compilation
+from fleetx.memory.recording import is_transforming
 from fleetx.memory.running import Run
 from fleetx.memory.states import Segment
 from fleetx.memory.underway import active_run, calls_of, end_stale
@@ -54,8 +55,9 @@ class Entering(Hook):
         if run is None:
             return
         if self.kind == "leaf":
-            with run.busy():
-                run.wholes.enter(module, args, kwargs)
+            if not is_transforming():  # else what it does is overheard
+                with run.busy():
+                    run.wholes.enter(module, args, kwargs)
         else:
             run.containers.append((self.name, {}))
 
@@ -72,8 +74,9 @@ class Leaving(Hook):
         if run is None:
             return
         if self.kind == "leaf":
-            with run.busy():
-                run.wholes.leave(output)
+            if not is_transforming():
+                with run.busy():
+                    run.wholes.leave(output)
         elif run.containers:
             run.containers.pop()
 

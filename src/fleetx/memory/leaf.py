@@ -1,5 +1,6 @@
 """A module that is not cut inside, while it runs: it is called, noted and repeated as a whole."""
 
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -7,13 +8,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from fleetx.memory import dear as dear_outputs
+from fleetx.memory import randomness
 from fleetx.memory.buffers import Snapshot
 from fleetx.memory.compiling import Kinds, Saving, SharedCompilations
+from fleetx.memory.generators import Drawn
 from fleetx.memory.recompute import Frame
 from fleetx.memory.statistics import is_counting, may_read_statistics
 from fleetx.memory.structures import hidden_in
 from fleetx.memory.surroundings import Surroundings
-from fleetx.memory.tape import Drawn, External, Made, version_of
+from fleetx.memory.tape import External, Made, version_of
 
 PLAIN = frozenset({External, Made, Drawn, bool, int, float, str, type(None)})
 """Of what is noted of arguments: these hold no tensors that nobody sees."""
@@ -31,23 +34,28 @@ class Inputs:
 
 
 class Hidden:
-    """The tensors in arguments into which nobody can look when they are noted, as they are before a module runs."""
+    """The tensors in arguments into which nobody can look when they are noted, as they are before a module runs.
+
+    It does not keep them alive: whoever holds them may let go of them.
+    """
 
     def __init__(self, values: list[Any]) -> None:
         self._values = values
-        self._before = self._now()
-
-    def _now(self) -> list[tuple[Tensor, int]]:
-        return [(tensor, version_of(tensor)) for tensor in hidden_in(self._values)]
+        self._before = [(weakref.ref(tensor), version_of(tensor)) for tensor in hidden_in(values)]
 
     def changed(self) -> str:
         """What kinds of arguments hold other tensors now; the module could not be repeated with these."""
-        now = self._now()
+        now = hidden_in(self._values)
         is_same = len(now) == len(self._before) and all(
-            tensor is other and version == noted
-            for (tensor, version), (other, noted) in zip(now, self._before, strict=True)
+            before() is tensor and version_of(tensor) == version
+            for tensor, (before, version) in zip(now, self._before, strict=True)
         )
         return "" if is_same else " or ".join(dict.fromkeys(type(value).__name__ for value in self._values))
+
+    def complaint(self) -> str:
+        """What is said of a segment in which that happened."""
+        changed = self.changed()
+        return changed and f"a {changed} was changed, into which nobody can look"
 
 
 class Leaf:
@@ -117,6 +125,7 @@ class NotedLeaf(Leaf):
         self.hidden = Hidden(opaque) if opaque else None
         self.first = first  # number of the first tensor that is saved
         self.dear = dear
+        self.random: randomness.State | None = None  # where generators were before, if that is noted
         self.callee: Callable[..., Any] = module
 
     def enter(self) -> None:

@@ -27,6 +27,9 @@ def outputs(model: nn.Module, *args: Any, **kwargs: Any) -> list[str]:
         def calling(self, args: Any, kwargs: Any, written: Any) -> AbstractContextManager[None]:  # noqa: ARG002
             return nullcontext()
 
+        def overheard(self, written: Any) -> None:
+            pass
+
         def called(self, function: Any, args: Any, kwargs: Any, output: Any, begun: Any) -> None:  # noqa: ARG002
             found.append(operation_name(stack[-1][0], function, stack[-1][1]))
 

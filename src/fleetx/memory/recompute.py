@@ -96,6 +96,8 @@ class Frame:
         self.sends_inputs = False  # whether they leave for the host as soon as they are read
         self.is_checked = False  # whether what its modules give must be the same again
         self.proven: Callable[[], None] = lambda: None  # called when it was
+        self.notes_random = False  # whether it is noted where generators are before calls that draw
+        self.moved_generators: Callable[[], None] = lambda: None  # called if that was needed
         self.lost = ""  # what happened that cannot be repeated
         self.ran_freely = False  # whether a module in it was not watched
         self.is_compiled = False
@@ -232,6 +234,8 @@ class Repetition:
                 frame.proven()
         except Enough:
             pass
+        except dear.Different as different:
+            raise RuntimeError(f"the segment that ends at {frame.name!r} {different}. {DEPENDS}") from None
         except torch.OutOfMemoryError as error:
             error.add_note(f"FleetX: in the backward, while the segment that ends at {frame.name!r} was repeated.")
             raise
@@ -252,7 +256,9 @@ class Repetition:
     def around(self, call: Call) -> Iterator[None]:
         """What is collected during one call."""
         self.saves, self.number = call.saves, call.saves.start
-        giving = nullcontext() if call.dear is None or self._proves(call) else dear.Giving(call.dear)
+        self._require_same_hidden(call)
+        self._put_generators(call)
+        giving = nullcontext() if call.dear is None else dear.Giving(call.dear)
         restored = nullcontext([]) if call.snapshot is None else call.snapshot.restored()
         with restored as buffers, torch.autograd.graph.saved_tensors_hooks(*self._hooks), giving:
             self.copies.update((pointer_of(buffer), buffer) for buffer in buffers)
@@ -260,18 +266,29 @@ class Repetition:
         if self.number < self.saves.stop:
             raise RuntimeError(self.different(None))
 
-    def _proves(self, call: Call) -> bool:
-        """Whether what it gives is compared. Then all of it is computed: given dear outputs would hide their inputs."""
-        return self.frame.is_checked and any(one is not None for one in call.sums or ())
+    def _put_generators(self, call: Call) -> None:
+        """Something that is not repeated may have drawn numbers before this call, or seeded a generator."""
+        if call.random is not None and not call.random.is_same(randomness.state(self.frame.devices)):
+            randomness.restore(call.random, self.frame.devices)
+            self.frame.moved_generators()
+
+    def _require_same_hidden(self, call: Call) -> None:
+        changed = call.hidden.changed() if call.hidden is not None else ""
+        if changed:
+            raise RuntimeError(
+                f"a {changed}, which a module in the segment that ends at {self.frame.name!r} was given, holds other "
+                "tensors now than in the forward, and nobody can put them back. Hand tensors on in tuples, lists, "
+                "dicts or dataclasses, or leave that module out of recompute (save='everything')."
+            )
 
     def check(self, call: Call, outputs: list[Tensor]) -> None:
-        """A call was repeated: where that is proven for the first time, it must have given the same."""
-        if call.sums is None or not self._proves(call):
+        """A call was repeated: where that is proven for the first time, a module must have given the same."""
+        if call.sums is None or not self.frame.is_checked:
             return
         for place, (output, expected) in enumerate(zip(outputs, call.sums, strict=True)):
-            if not is_equal(checksum(output), expected):
+            if expected is not None and not is_equal(checksum(output), expected):
                 raise RuntimeError(
-                    f"{_name_of(call)} in the segment that ends at {self.frame.name!r} gave something else when it was "
+                    f"a module in the segment that ends at {self.frame.name!r} gave something else when it was "
                     f"repeated: output {place + 1} of {len(outputs)} has other values, so gradients would be wrong. "
                     f"{DEPENDS}"
                 )
@@ -326,10 +343,6 @@ class Repetition:
             f"the segment that ends at {self.frame.name!r} did something else when it was repeated: saved tensor "
             f"{self.number + 1} of {len(looks)} was {_described(expected)}, and is {_described(found)}. {DEPENDS}"
         )
-
-
-def _name_of(call: Call) -> str:
-    return "a module" if call.snapshot is not None else f"a call of {getattr(call.function, '__name__', 'torch')}"
 
 
 def unchanged(tensor: Tensor, version: int, name: str) -> Tensor:

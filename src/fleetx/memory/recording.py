@@ -23,8 +23,16 @@ class Listener(Protocol):
     def calling(self, args: Any, kwargs: Any, written: list[Tensor]) -> AbstractContextManager[Any]:
         """A call is about to be made that will write to these tensors; it is made inside."""
 
+    def overheard(self, written: list[Tensor]) -> None:
+        """A call that cannot be noted is about to be made; it will write to these."""
+
     def called(self, function: Callable[..., Any], args: Any, kwargs: Any, output: Any, begun: Any) -> None:
         """A call that gave tensors or wrote to some was made; `begun` is what `calling` gave."""
+
+
+def is_transforming() -> bool:
+    """Whether this is inside of vmap or the like: there tensors are not what they are outside, and cannot be noted."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 class Recorder(TorchFunctionMode):
@@ -40,8 +48,9 @@ class Recorder(TorchFunctionMode):
         listener = self.listener
         if listener is None or not listener.is_listening() or func is torch.autograd.grad:
             return func(*args, **kwargs)
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            return func(*args, **kwargs)  # inside of vmap and the like tensors are not what they are outside
+        if is_transforming():
+            listener.overheard(written_by(func, args, kwargs))
+            return func(*args, **kwargs)
         inputs = tensors_in((args, kwargs))
         written = written_by(func, args, kwargs)
         versions = [version_of(tensor) for tensor in inputs]

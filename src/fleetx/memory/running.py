@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fleetx.memory import dear, randomness
 from fleetx.memory.buffers import modules_of, tensors_of
-from fleetx.memory.checking import LateFillers, checksum
+from fleetx.memory.checking import LateFillers
 from fleetx.memory.experience import Experience, Learned
 from fleetx.memory.ledger import Inputs, Ledger
 from fleetx.memory.names import Cuts, operation_name
@@ -20,7 +20,7 @@ from fleetx.memory.shielding import shielded
 from fleetx.memory.states import DEAR_KINDS, Segment
 from fleetx.memory.structures import tensors_in
 from fleetx.memory.surroundings import Surroundings, settle_attention
-from fleetx.memory.tape import Tape, detached, version_of
+from fleetx.memory.tape import Call, Tape, detached, version_of
 from fleetx.memory.underway import active_run, calls_of, end_stale, hooks_on_saved, no_run, set_active
 from fleetx.memory.wholes import Wholes
 
@@ -51,7 +51,7 @@ class Run:
         self._is_calling = False
         self.ordinal = -1
         self.is_first = not experience.segments
-        self._modes = tuple((one.training, *one._forward_pre_hooks, None, *one._forward_hooks) for one in modules)
+        self._way = experience.modes.number_of(modules)
         self.seen: list[Learned] = []
         self.containers: list[tuple[str, dict[str, int]]] = []
         self.ledger = Ledger(experience, modules, held, self.device)
@@ -81,7 +81,9 @@ class Run:
         frame.is_compiled = self.experience.compilations is not None
         frame.is_divided = known is not None and known.is_divided
         # In the first forward nobody knows how many segments will come.
-        frame.is_checked = (self.is_first or frame.is_repeated) and self._is_unproven()
+        is_hopeless = known is not None and known.is_hopeless
+        frame.is_checked = (self.is_first or frame.is_repeated) and self._is_unproven() and not is_hopeless
+        frame.notes_random = frame.is_checked or (known is not None and known.moves_generators)
         is_sent = state.home == "host" and state.save == "inputs"
         frame.sends_inputs = is_sent and not self.is_first and not self._is_last()
         frame.expected = [] if known is None else known.looks
@@ -91,7 +93,7 @@ class Run:
     def _is_unproven(self) -> bool:
         """Whether nobody has seen yet that the present segment gives the same when it is repeated."""
         known = self.experience.segments
-        return self.ordinal >= len(known) or self._modes not in known[self.ordinal].proven
+        return self.ordinal >= len(known) or self._way not in known[self.ordinal].proven
 
     def cut(self, segment: Segment) -> None:
         """The output that ends a segment is there."""
@@ -121,6 +123,8 @@ class Run:
             frame.lost = frame.lost or "it was expected to keep everything"  # the forward went another way
         if any(external.was_written() for external in frame.tape.externals):
             frame.lost = frame.lost or "something wrote to its inputs"
+        for hidden in (call.hidden for call in frame.tape.calls if call.hidden is not None):
+            frame.lost = frame.lost or hidden.complaint()
         keeps = not frame.is_repeated
         learned.lost = learned.lost + 1 if frame.lost and not keeps else 0
         if learned.lost == 2:  # the first time may have taught us how
@@ -131,9 +135,10 @@ class Run:
             frame.park_saved(offloader, at_once=self.is_first) if offloader else frame.keep()
         else:
             learned.fills_late = learned.fills_late or frame.fills_late
-            is_sure = frame.is_checked or self._modes in learned.proven
+            is_sure = frame.is_checked or self._way in learned.proven
             frame.stops_early = is_sure and not learned.fills_late and self.experience.compilations is None
-            frame.proven = partial(learned.note_proven, self._modes)
+            frame.proven = partial(learned.note_proven, self._way)
+            frame.moved_generators = learned.note_moved_generators
             frame.drop()
             if offloader is not None:
                 frame.park_inputs(offloader, at_once=self.is_first)
@@ -256,8 +261,7 @@ class Run:
         noted = None
         if written or kwargs.get("generator") is not None:
             noted = self.ledger.note_inputs(self.frame, args, kwargs, written)
-        random = randomness.state(self.devices) if self.frame.is_checked else None
-        begun = Begun(noted, written, len(self.frame.looks), self.dear_outputs(), random)
+        begun = Begun(noted, written, len(self.frame.looks), self.dear_outputs(), self.generators_if_noted())
         self._is_calling = True
         try:
             with nullcontext() if begun.dear is None else dear.Saving(begun.dear):
@@ -276,8 +280,7 @@ class Run:
         noted = begun.noted or self.ledger.note_inputs(self.frame, args, kwargs, [])
         call = tape.note_call(function, noted, output, Surroundings.now(self.kinds), saves)
         call.dear = begun.dear if begun.dear is not None and begun.dear.saved else None
-        if begun.random is not None and not begun.random.is_same(randomness.state(self.devices)):
-            call.sums = [checksum(one) for one in tensors_in(output)]  # somebody may have seeded a generator before
+        self.note_draws(call, begun.random)
         if saves:
             self.frame.undivided = self.frame.undivided or "what is computed between modules is not compiled"
         tape.note_written(begun.written)
@@ -287,6 +290,20 @@ class Run:
             self.note_late_fillers(tensors_in(output))
         if segment is not None:
             self.cut(segment)
+
+    def overheard(self, written: list[Tensor]) -> None:
+        """Something is called inside of vmap or the like that will write to these, and cannot be noted."""
+        if written:
+            self.frame.lost = "something was written to inside of vmap"
+
+    def generators_if_noted(self) -> randomness.State | None:
+        """Where the random generators are, if that is noted of calls that draw."""
+        return randomness.state(self.devices) if self.frame.notes_random else None
+
+    def note_draws(self, call: Call, before: randomness.State | None) -> None:
+        """A call was made; if it drew numbers, it will draw the same ones when it is repeated."""
+        if before is not None and not before.is_same(randomness.state(self.devices)):
+            call.random = before
 
     def _operation(self, function: Callable[..., Any]) -> str:
         """The name of this call: the container, the function, and a number from the second time on."""
@@ -303,7 +320,7 @@ class Run:
         state = self.frame.state
         if state.save != "dear" or self.experience.compilations is not None:
             return None
-        return dear.Noted(_kinds(state), self.devices, _where_dear(state, self.experience))
+        return dear.Noted(_kinds(state), self.devices, _where_dear(state, self.experience), self.frame.is_checked)
 
     def may_be_unwatched(self) -> bool:
         """Whether a module can run as if there were no plan, where the present segment keeps what it saves."""
@@ -337,7 +354,7 @@ class Begun(NamedTuple):
     written: list[Tensor]
     first: int  # number of the first tensor that is saved
     dear: dear.Noted | None
-    random: randomness.State | None  # before it, if what it gives will be compared
+    random: randomness.State | None  # before it, if that is noted
 
 
 def _require_one_to_move_from(devices: tuple[torch.device, ...], cuts: Cuts) -> None:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import gc
+from collections import OrderedDict, defaultdict
+from functools import cache
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -19,6 +21,7 @@ _DEEPEST = 3
 """Objects in objects are looked into so far, and no further: some know the whole program."""
 _ATOMS = frozenset({Tensor, nn.Parameter, bool, int, float, str, type(None)})
 _MOST_KNOWN = 200  # things that are looked at in a value that cannot be flattened: some know the whole program
+_LONGEST = 256  # a dict or list of a class of its own that is looked into: longer ones are vocabularies and the like
 _MOST_VALUES = 64  # of a structure that is remembered
 _MOST_REMEMBERED = 64
 
@@ -27,7 +30,7 @@ class Structure(NamedTuple):
     """How flat values were nested."""
 
     tree: pytree.TreeSpec
-    objects: dict[int, tuple[type, list[str], "Structure", int]]  # by place: class, attributes, their structure, count
+    objects: dict[int, tuple[type, list[Any], "Structure", int]]  # by place: class, parts, their structure, count
     arguments: tuple[int, tuple[str, ...]] | None = None  # if it is those of a call: how many have no name, and names
 
 
@@ -51,7 +54,7 @@ def flatten(value: Any, depth: int = 0) -> tuple[list[Any], Structure]:
     values: list[Any] = []
     objects = {}
     for place, one in enumerate(flat):
-        held = _attributes(one) if depth < _DEEPEST else {}
+        held = _parts(one) if depth < _DEEPEST else {}
         if not held or not (_has_tensors(held, depth, {id(one)}) or _is_data(held, depth, {id(one)})):
             values.append(one)
             continue
@@ -118,20 +121,68 @@ def unflatten(values: list[Any], structure: Structure) -> Any:
             position += 1
             continue
         kind, names, inner, count = structure.objects[place]
-        made = object.__new__(kind)
-        for name, value in zip(names, unflatten(values[position : position + count], inner), strict=True):
-            object.__setattr__(made, name, value)
-        flat.append(made)
+        parts = unflatten(values[position : position + count], inner)
+        flat.append(_made_of(kind, dict(zip(names, parts, strict=True))))
         position += count
     return pytree.tree_unflatten(flat, structure.tree)
 
 
-def _attributes(value: Any) -> dict[str, Any]:
-    """What an object holds, if a new one can be made of it."""
-    if isinstance(value, _WITHOUT) or type(value).__new__ is not object.__new__:
+class Item(NamedTuple):
+    """A part of an object that is no attribute, but an item of the dict or list that it is too."""
+
+    key: Any
+
+
+_ITSELF = "__dict__"
+"""A part of dicts whose items are their attributes."""
+
+
+def _parts(value: Any) -> dict[Any, Any]:
+    """What an object holds, if a new one can be made of it: attributes by name, and items."""
+    if isinstance(value, _WITHOUT):
         return {}
+    base = _base_of(type(value))
+    if base is None or (base is not object and len(value) > _LONGEST):
+        return {}
+    if base is not object:
+        return _items(value, base) | _attributes(value)
     slots = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
-    return {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(value, "__dict__", {})
+    return {name: getattr(value, name) for name in slots if hasattr(value, name)} | _attributes(value)
+
+
+def _items(value: Any, base: type) -> dict[Any, Any]:
+    pairs = enumerate(list.__iter__(value)) if base is list else base.items(value)
+    return {Item(key): item for key, item in pairs}
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    held = getattr(value, "__dict__", {})
+    return {_ITSELF: True} if held is value else dict(held)
+
+
+@cache
+def _base_of(kind: type) -> Any:
+    """What objects of this class are made by: object, or dict or list for those of a class of their own; else None."""
+    base = next((base for base in (OrderedDict, dict, list) if issubclass(kind, base)), object)
+    own = kind.__mro__[: kind.__mro__.index(base)]
+    if kind.__new__ is not base.__new__ or defaultdict in own:
+        return None
+    # Slots have no names here, but for those of dataclasses.
+    return base if base is object or not any(vars(one).get("__slots__") for one in own) else None
+
+
+def _made_of(kind: type, parts: dict[Any, Any]) -> Any:
+    """A new object of this class, without its own ways to be made and changed."""
+    base = _base_of(kind)
+    made = base.__new__(kind)
+    for name, part in parts.items():
+        if not isinstance(name, Item):
+            object.__setattr__(made, name, made if name == _ITSELF else part)
+        elif base is list:
+            list.append(made, part)
+        else:
+            base.__setitem__(made, name.key, part)
+    return made
 
 
 def _has_tensors(held: dict[str, Any], depth: int, seen: set[int]) -> bool:
@@ -140,7 +191,7 @@ def _has_tensors(held: dict[str, Any], depth: int, seen: set[int]) -> bool:
             return True
         if depth < _DEEPEST and id(one) not in seen:
             seen.add(id(one))
-            if _has_tensors(_attributes(one), depth + 1, seen):
+            if _has_tensors(_parts(one), depth + 1, seen):
                 return True
     return False
 
@@ -150,7 +201,7 @@ def _is_data(held: dict[str, Any], depth: int, seen: set[int]) -> bool:
     for one in pytree.tree_leaves(list(held.values())):
         if isinstance(one, _DATA):
             continue
-        inner = _attributes(one) if depth < _DEEPEST and id(one) not in seen else {}
+        inner = _parts(one) if depth < _DEEPEST and id(one) not in seen else {}
         seen.add(id(one))
         if not inner or not _is_data(inner, depth + 1, seen):
             return False

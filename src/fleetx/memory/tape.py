@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fleetx.memory import randomness
+from fleetx.memory.generators import Drawn, is_generator
 from fleetx.memory.structures import Structure, flatten, unflatten
 from fleetx.memory.surroundings import Surroundings
 
@@ -53,18 +55,6 @@ class Made(NamedTuple):
     """A tensor that an earlier call of the tape gave."""
 
     number: int
-
-
-@dataclass(eq=False)
-class Drawn:
-    """A generator of random numbers as it was."""
-
-    device: torch.device
-    state: Tensor
-
-    def again(self) -> torch.Generator:
-        """One that will draw the same numbers."""
-        return torch.Generator(self.device).set_state(self.state)
 
 
 @dataclass(eq=False)
@@ -117,6 +107,8 @@ class Call:
     saves: range  # numbers of the tensors that autograd saved meanwhile
     dear: Any = None  # outputs inside of the call that need not be computed again
     snapshot: Any = None  # what the module held before
+    random: randomness.State | None = None  # where generators were before, if it draws and somebody may have moved them
+    hidden: Any = None  # of a module: tensors in arguments into which nobody can look
     sums: list[Any] | None = None  # of a module: checksums of what it gave
 
 
@@ -170,10 +162,8 @@ class Tape:
             del self._known[tensor]
 
     def _place(self, value: Any, external: Callable[[Tensor], External]) -> Any:
-        if isinstance(value, torch.Generator):
-            return Drawn(value.device, value.get_state())
         if not isinstance(value, Tensor):
-            return value
+            return Drawn.of(value) if is_generator(value) else value
         known = self._known.get(value)
         # A function of torch.autograd changes a tensor that its own operations made: then it is not theirs any more.
         if known is not None and (isinstance(known[0], External) or known[1] == value.requires_grad):

@@ -82,6 +82,7 @@ class Wholes:
         leaf = NotedLeaf(
             module, tensors, noted, snapshot, Surroundings.now(run.kinds), len(run.frame.looks), run.dear_outputs()
         )
+        leaf.random = run.generators_if_noted()
         self._noted = leaf
         if experience.compilations is None:
             leaf.enter()
@@ -92,7 +93,8 @@ class Wholes:
         frame = self._run.frame
         saves = range(leaf.first, len(frame.looks))
         call = frame.tape.note_call(leaf.callee, leaf.noted, output, leaf.where, saves)
-        call.dear = leaf.dear
+        call.dear, call.hidden = leaf.dear, leaf.hidden
+        self._run.note_draws(call, leaf.random)
         if frame.is_checked:
             outputs = tensors_in(output)
             call.sums = [checksum(one) for one in outputs]
@@ -116,9 +118,8 @@ class Wholes:
     def _learn_changes(self, leaf: NotedLeaf, call: Call) -> None:
         """And what it changed of what it holds, and of what its arguments hide."""
         frame, name = self._run.frame, type(leaf.module).__name__
-        changed = leaf.hidden.changed() if leaf.hidden is not None else ""
-        if changed:
-            frame.lost = f"a {name} changed a {changed}, into which nobody can look"
+        if leaf.hidden is not None:
+            frame.lost = frame.lost or leaf.hidden.complaint()
         call.snapshot = self._experience.watch.after(leaf.snapshot)
         if call.snapshot is None:
             frame.lost = f"a {name} changed its parameters, or a buffer for the first time"

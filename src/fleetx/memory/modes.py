@@ -1,0 +1,53 @@
+"""In which way a model runs: which modules train, and what is hooked to each. What is proven, is proven of one way."""
+
+import itertools
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+_MOST = 32  # ways that are remembered
+
+
+class Modes:
+    """Numbers for the ways in which a model was seen to run.
+
+    Hooks are told by their code: who hooks and unhooks the same in each step runs in the same way each time.
+    """
+
+    def __init__(self) -> None:
+        self._by_handles: dict[Any, int] = {}  # found quickly, as long as the hooks stay
+        self._by_code: dict[Any, int] = {}
+        self._numbers = itertools.count()
+
+    def number_of(self, modules: list[nn.Module]) -> int:
+        """That of the present way."""
+        present = tuple((one.training, *one._forward_pre_hooks, None, *one._forward_hooks) for one in modules)
+        number = self._by_handles.get(present)
+        if number is None:
+            number = self._by_handles[present] = self._number_of_code(modules)
+            if len(self._by_handles) > _MOST:
+                self._by_handles = {}
+        return number
+
+    def _number_of_code(self, modules: list[nn.Module]) -> int:
+        way = tuple(
+            (one.training, *_codes(one._forward_pre_hooks), None, *_codes(one._forward_hooks)) for one in modules
+        )
+        if way not in self._by_code:
+            if len(self._by_code) >= _MOST:
+                self._by_code = {}
+            self._by_code[way] = next(self._numbers)
+        return self._by_code[way]
+
+
+def _codes(hooks: Mapping[int, Any]) -> list[Any]:
+    return [_code(hook) for hook in hooks.values()]
+
+
+def _code(hook: Any) -> Any:
+    if isinstance(hook, partial):
+        return _code(hook.func)
+    function = getattr(hook, "__func__", hook)  # that of a bound method
+    return getattr(function, "__code__", type(function))
