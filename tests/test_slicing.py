@@ -1,5 +1,5 @@
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -82,3 +82,63 @@ def test_what_a_dataclass_was_given_after_it_was_made_is_sliced_too():
     pieces = slicing.split(batch, 2)
     assert [piece.weight.tolist() for piece in pieces] == [[5.0, 5.0]] * 2
     assert [piece.x.tolist() for piece in pieces] == [[0.0, 1.0], [2.0, 3.0]]
+
+
+@dataclass
+class Derived:
+    x: torch.Tensor
+    count: int = field(init=False)
+    name: str = field(init=False, default="a batch")
+    by_class: torch.Tensor = field(init=False)
+
+    def __post_init__(self):
+        self.count = len(self.x)
+        self.mask = self.x > 2
+        self.half = self.count / 2
+        self.by_class = torch.ones(3)
+        self.tag = "made"
+
+
+def test_what_a_dataclass_derives_from_its_fields_is_derived_of_each_part():
+    batch = Derived(torch.arange(8.0))
+    batch.tag = "set since"
+    pieces = slicing.split(batch, 4)
+    assert [(piece.count, piece.half, piece.name, piece.tag) for piece in pieces] == [
+        (2, 1.0, "a batch", "set since")
+    ] * 4
+    assert torch.cat([piece.mask for piece in pieces]).tolist() == (torch.arange(8) > 2).tolist()
+    assert all(piece.by_class.tolist() == [1, 1, 1] for piece in pieces)
+    assert batch.count == 8
+
+
+def test_all_tensors_of_a_dataclass_move():
+    moved = slicing.map_tensors(Derived(torch.arange(8.0)), lambda tensor: tensor.to("meta"))
+    assert moved.x.is_meta
+    assert moved.mask.is_meta
+    assert moved.by_class.is_meta
+    assert moved.count == 8
+
+
+@dataclass
+class NeedsMore:
+    x: torch.Tensor
+    scale: InitVar[float]
+    count: int = field(init=False)
+
+    def __post_init__(self, scale):
+        self.count = int(len(self.x) * scale)
+
+
+def test_a_dataclass_that_cannot_be_made_of_its_fields_is_copied():
+    pieces = slicing.split(NeedsMore(torch.arange(4.0), 2.0), 2)
+    assert [(piece.x.tolist(), piece.count) for piece in pieces] == [([0, 1], 8), ([2, 3], 8)]
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    x: torch.Tensor
+    count: int = field(init=False, default=0)
+
+
+def test_a_frozen_dataclass_with_slots_is_sliced():
+    assert [piece.x.tolist() for piece in slicing.split(Frozen(torch.arange(3.0)), 2)] == [[0, 1], [2]]

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 Batch = Any
+_PLAIN = (bool, int, float, str, type(None))
 
 
 def batch_size(batch: Batch) -> int:
@@ -30,7 +31,8 @@ def batch_size(batch: Batch) -> int:
 def split(batch: Batch, parts: int) -> list[Batch]:
     """Cut `batch` into `parts` views whose sizes differ by at most one; fewer when it has fewer samples.
 
-    Numbers, None and tensors without dimensions go whole into each part.
+    Numbers, None and tensors without dimensions go whole into each part. What a dataclass derives from its fields in
+    `__post_init__`, a count say, is derived anew for each part.
     """
     size = batch_size(batch)
     parts = min(parts, size)
@@ -40,28 +42,51 @@ def split(batch: Batch, parts: int) -> list[Batch]:
     pieces, start = [], 0
     for part in range(parts):
         length = base + (part < longer)
-        pieces.append(map_tensors(batch, _narrowing(start, length)))
+        pieces.append(_map(batch, _narrowing(start, length, size), is_part=True))
         start += length
     return pieces
 
 
 def map_tensors(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
     """The same structure with `function` applied to each tensor."""
+    return _map(batch, function, is_part=False)
+
+
+def _map(batch: Batch, function: Callable[[Tensor], Tensor], *, is_part: bool) -> Batch:
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, Mapping):
-        mapped = {key: map_tensors(value, function) for key, value in batch.items()}
+        mapped = {key: _map(value, function, is_part=is_part) for key, value in batch.items()}
         return mapped if type(batch) is dict else _filled(batch, mapped)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+    if _is_dataclass(batch):
         clone = copy.copy(batch)  # not made anew: it may have been changed since it was made
-        for name, value in _fields(batch):
-            object.__setattr__(clone, name, map_tensors(value, function))
+        for name, value in _held(batch).items():
+            object.__setattr__(clone, name, _map(value, function, is_part=is_part))
+        if is_part and hasattr(batch, "__post_init__"):
+            _derive_anew(clone, batch)
         return clone
     if isinstance(batch, tuple | list):
-        items = [map_tensors(item, function) for item in batch]
+        items = [_map(item, function, is_part=is_part) for item in batch]
         # A named tuple takes its fields one by one.
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     return batch
+
+
+def _is_dataclass(batch: Batch) -> bool:
+    return dataclasses.is_dataclass(batch) and not isinstance(batch, type)
+
+
+def _derive_anew(part: Any, whole: Any) -> None:
+    """What a dataclass makes of its fields itself is made of the part's; but not what somebody has set since."""
+    try:
+        made, expected = dataclasses.replace(part), dataclasses.replace(whole)
+    except ValueError:  # it takes more than its fields to make one
+        return
+    given = {name for name, _ in _given(whole)}
+    for name, value in _held(made).items():
+        is_derived = name not in given and type(value) in _PLAIN and _held(expected).get(name) == _held(whole).get(name)
+        if is_derived:
+            object.__setattr__(part, name, value)
 
 
 def _filled(original: Mapping, values: dict[str, Any]) -> Any:
@@ -74,14 +99,19 @@ def _filled(original: Mapping, values: dict[str, Any]) -> Any:
     return clone
 
 
-def _fields(batch: Any) -> list[tuple[str, Any]]:
-    return [
-        (field.name, getattr(batch, field.name)) for field in dataclasses.fields(batch) if hasattr(batch, field.name)
-    ]
+def _given(batch: Any) -> list[tuple[str, Any]]:
+    """The fields of a dataclass that it is made of."""
+    return [(f.name, getattr(batch, f.name)) for f in dataclasses.fields(batch) if f.init and hasattr(batch, f.name)]
 
 
-def _narrowing(start: int, length: int) -> Callable[[Tensor], Tensor]:
-    return lambda leaf: leaf.narrow(0, start, length) if _is_sliced(leaf) else leaf
+def _held(batch: Any) -> dict[str, Any]:
+    """All that a dataclass holds: its fields, and what else was set."""
+    fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if hasattr(batch, f.name)}
+    return fields | getattr(batch, "__dict__", {})
+
+
+def _narrowing(start: int, length: int, size: int) -> Callable[[Tensor], Tensor]:
+    return lambda leaf: leaf.narrow(0, start, length) if _is_sliced(leaf) and len(leaf) == size else leaf
 
 
 def _is_sliced(leaf: Any) -> bool:
@@ -95,8 +125,8 @@ def _leaves(batch: Batch, path: str) -> Iterator[tuple[str, Any]]:
     elif isinstance(batch, tuple | list):
         for index, value in enumerate(batch):
             yield from _leaves(value, f"{path}[{index}]")
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        for name, value in _fields(batch):
+    elif _is_dataclass(batch):
+        for name, value in _given(batch):
             yield from _leaves(value, f"{path}.{name}")
     elif batch is None or isinstance(batch, Tensor | bool | int | float):
         yield path, batch

@@ -20,6 +20,7 @@ from fleetx.comm.agreement import require_agreement
 from fleetx.comm.reducer import Reducer, ReducerSettings, require_dense
 from fleetx.names import label
 from fleetx.numbers import LOW_PRECISION, Number
+from fleetx.outcome import HostValue
 
 # Windows that live in this process: a GAN has two.
 _windows: "weakref.WeakSet[Window]" = weakref.WeakSet()
@@ -62,6 +63,7 @@ class Window:
         self._terms = terms
         self._reducer: Reducer | None = None
         self._is_new = True
+        self._weighed: tuple[HostValue, HostValue] | None = None  # how many workers held something, and gave items=
         self._failure: BaseException | None = None
         self.reductions = 0
         # Called when a window has got its first micro-batch's forward, and when it is over: a checkpoint listens.
@@ -135,14 +137,22 @@ class Window:
         assert self._reducer is not None
         weight, holding, by_items, left, stop, *losses = self._reducer.finish()
         stopping.note(stop)
-        if self._is_new or by_items.device.type == "cpu":  # elsewhere to ask each time would wait for the device
-            _require_one_weighing(holding, by_items)
-            self._is_new = False
+        self._check_weighing(holding, by_items)
         if self.held == 0 and by_items.item() > 0:
             self.weighing = Weighing("items")
         # Workers that have nothing left meet once more, to learn that all are done.
         self.reductions += 1 if self.held or holding.item() > 0 else 0
         return Merged(self._reducer.payloads, self._divisor(weight), losses, holding, left)
+
+    def _check_weighing(self, holding: Tensor, by_items: Tensor) -> None:
+        """All workers gave items=, or none; so as not to wait for a device, it is asked about the window before."""
+        if self._is_new or _is_at_hand(by_items):
+            _require_one_weighing(holding.item(), by_items.item())
+            self._is_new, self._weighed = False, None
+            return
+        before, self._weighed = self._weighed, (HostValue(holding.clone()), HostValue(by_items.clone()))
+        if before is not None:
+            _require_one_weighing(before[0].get(), before[1].get())
 
     def clear(self) -> None:
         """Forget the micro-batches. Gradients stay readable until the next window begins."""
@@ -305,13 +315,16 @@ def _mark(parameter: Tensor) -> tuple[int, int]:
     return (0, 0) if grad is None else (id(grad), grad._version)
 
 
-def _require_one_weighing(holding: Tensor, by_items: Tensor) -> None:
-    """On a GPU asked once for each layout of messages, since the answer waits for the device."""
-    if by_items.item() not in (0, holding.item()):
+def _require_one_weighing(holding: float, by_items: float) -> None:
+    if by_items not in (0, holding):
         raise ValueError(
-            f"{by_items.item():.0f} of {holding.item():.0f} workers gave items= to minimize, and the others did not: "
-            "the workers differ in what a window reduces. Give it on all workers or on none."
+            f"{by_items:.0f} of {holding:.0f} workers gave items= to minimize, and the others did not: the workers "
+            "differ in what a window reduces. Give it on all workers or on none."
         )
+
+
+def _is_at_hand(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
 
 
 def _same(first: list[Tensor], second: list[Tensor]) -> bool:

@@ -101,7 +101,8 @@ def _of_direction(tensor: Tensor) -> OfDirection | None:
         ways = rows @ _signs(width, tensor)
         ways = (ways * _signs(len(rows), tensor)).sum(0, dtype=_FRACTIONS[tensor.dtype])
     length = torch.linalg.vector_norm(rows, dtype=_FRACTIONS[tensor.dtype])
-    return OfDirection(tensor.stride(), torch.cat([length[None], ways]))
+    stride = tuple(stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+    return OfDirection(stride, torch.cat([length[None], ways]))
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -10,9 +10,10 @@ from fleetx.memory.experience import Experience
 def refuse_foreign_compilation(model: nn.Module, experience: Experience) -> None:
     """What happens between modules happens in Python: a compiler around it would see other calls than there are."""
     parts = {"": model, **experience.cuts.containers, **experience.cuts.leaves}
-    compiled = [name or "the model" for name, part in parts.items() if part._compiled_call_impl is not None]
+    compiled = [name for name, part in parts.items() if part._compiled_call_impl is not None]
     if compiled or _is_within_compiled_call():
-        raise RuntimeError(_compiled_from_outside(compiled[0] if compiled else "its call"))
+        what = "its call" if not compiled else repr(compiled[0]) if compiled[0] else "the model"
+        raise RuntimeError(_compiled_from_outside(what))
 
 
 def _compiled_from_outside(what: str) -> str:

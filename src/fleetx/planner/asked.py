@@ -91,7 +91,8 @@ def amount(name: str, given: object) -> int:
 
 
 def _check_compiled(model: nn.Module) -> None:
-    if hasattr(model, "_orig_mod") or any(module._compiled_call_impl is not None for module in model.modules()):
+    """Parts may be compiled, as long as no cut comes to lie in them or around them: that is seen once they run."""
+    if hasattr(model, "_orig_mod") or model._compiled_call_impl is not None:
         raise ValueError(
             "a model is planned as it is before torch.compile, got one that is compiled: give the model itself, with "
             "compile=True to have its segments compiled."
