@@ -25,8 +25,9 @@ def test_the_example_trains(workers):
     assert accuracy > 90
 
 
-def test_the_six_lines_and_the_step_run():
-    six, by_step = (block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL))
+def test_the_six_lines_the_step_and_the_plan_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # measurements of the planner
+    six, by_step, by_plan = (block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL))
     torch.manual_seed(0)
     names = {
         "model": torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3)),
@@ -36,6 +37,10 @@ def test_the_six_lines_and_the_step_run():
     exec(six, names)
     exec(by_step, names)
     assert names["out"].updated
+    exec(by_plan, names)
+    assert "global batch 4,096" in capsys.readouterr().out
+    assert names["plan"].global_batch == 4096
+    names["applied"].remove()
 
 
 def run_page(name, monkeypatch, folder, prints=True, **names):

@@ -126,6 +126,27 @@ def _outcome(case: Result) -> tuple[str, ...]:
     )
 
 
+def budgets_table(result: Result) -> str:
+    """What memory buys: one large model at several budgets."""
+    model, unlimited = "bert_large", "bert_large in all memory"
+    cases = {name: case for name, case in result["cases"].items() if name.startswith(model)}
+    fastest = cases[unlimited]["samples_per_s"]
+    rows = [
+        (
+            name.removeprefix(f"{model} in ").removeprefix(f"{model}, "),
+            f"{case['micro_batch']:,} × {case['k_steps']}",
+            f"{case['peak'] / 2**30:.1f}",
+            f"{case['samples_per_s']:,.0f}",
+            f"{case['samples_per_s'] / fastest:.0%}",
+        )
+        for name, case in cases.items()
+    ]
+    heads = ("memory", "micro-batch × k", "takes, GiB", "samples/s", "of the speed with all memory")
+    batch = cases[unlimited]["global_batch"]
+    what = f"BERT-large, sequences of 512, updates of {batch:,}; the planner chose everything else"
+    return _table(heads, rows) + _origin({**result, "what": what, "command": "fleetx bench plan"})
+
+
 def digits_table(result: Result) -> str:
     """The run of `make run`."""
     rows = [
@@ -165,6 +186,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "memory": ("memory.json", memory_table),
     "optim": ("optim.json", optim_table),
     "plan": ("plan.json", plan_table),
+    "budgets": ("plan.json", budgets_table),
     "chaos": ("chaos.json", chaos_table),
 }
 
