@@ -505,6 +505,9 @@ def test_what_the_compiler_refused_is_not_tried_again():
     assert divided[1:] == [False] * 5
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.11"), reason="torch.compile by itself fails or crashes there in several threads"
+)
 def test_threads_share_a_model_whose_segments_are_repeated():
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)], nn.Linear(4, 1)).double()
