@@ -78,6 +78,7 @@ def test_names_of_losses_parameters_and_gradients_compile_nothing(told):
     assert told() == []
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="torch compiles nothing anew for frozen weights there")
 def test_what_else_changed_is_named(told):
     main, exe = program(compile=True), static.Executor()
     for feed in feeds(8):

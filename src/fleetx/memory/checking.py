@@ -17,7 +17,7 @@ _FRACTIONS = {  # with the type in which they are added up
     torch.bfloat16: torch.float32,
     torch.float16: torch.float32,
 }
-_WIDTH = 1024
+_WIDTH = 8192
 _FACTORS = (7_919, 15_485_863, 32_452_843, 49_979_687)
 _ROUNDING = 0.05
 """What kernels round differently moves a tensor by less than a hundredth of its length; other numbers by far more."""
