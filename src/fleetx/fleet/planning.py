@@ -152,6 +152,8 @@ class Planning:
         """Around an update of `Step`, while the plan is still to be checked."""
         if self._consumption is None or not self._unchecked or self.optimizer is None:
             return nullcontext()
+        if self.plan is not None and self.plan.compile and not self._consumption.on_gpu:
+            return nullcontext()  # where tensors are counted one by one, torch runs nothing that is compiled
         return self._consumption.counting(tensors_of(self.model, self.optimizer))
 
     def after_update(self) -> None:

@@ -24,7 +24,7 @@ from torch import nn
 
 from fleetx.memory import applied_to
 from fleetx.planner.feeding import Feeding
-from fleetx.planner.tracing import Call, Trace, trace
+from fleetx.planner.tracing import Call, Trace, dropped, trace
 from fleetx.slicing import Batch
 
 _RECURRENT = (nn.RNNBase,)
@@ -58,12 +58,20 @@ def ways_to_cut(feeding: Feeding, sample: Batch) -> Iterator[list[str]]:
     if applied_to(feeding.model) is not None:
         raise ValueError("this model has a plan already: take it off with remove() before looking for its blocks.")
     seen = trace(feeding, sample)
-    families = _chosen(seen)
-    cuts = _cuts(seen, families) if families else _pieces(seen)
-    yield [call.name for call in cuts]
+    cuts = _found(seen)
+    names = [call.name for call in cuts]
+    others = [call.name for call in _found(trace(feeding, sample, seed=1))]
+    if names != others:
+        raise ValueError(dropped(sorted({*names} ^ {*others})[0]))
+    yield names
     finer = [part for call in cuts for part in (*_middle(seen, call), call)]
     if len(finer) > len(cuts):
         yield [call.name for call in finer]
+
+
+def _found(seen: Trace) -> list[Call]:
+    families = _chosen(seen)
+    return _cuts(seen, families) if families else _pieces(seen)
 
 
 def _chosen(seen: Trace) -> list[Family]:

@@ -1,5 +1,6 @@
 """What each segment takes in each state: bytes on the device and to the host, counted at two micro-batches."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -8,10 +9,12 @@ import torch
 from fleetx.planner.chain import State
 from fleetx.planner.costs import NOTHING, Line, OptionCost, SegmentCost
 from fleetx.planner.observing import Bytes, bytes_of
-from fleetx.planner.trials import Trials, all_worth_moving, steps_before
+from fleetx.planner.trials import MOST_SAMPLES, Trials, all_worth_moving, steps_before
 
 EVERYTHING = State("everything")
 _MOST = 8  # samples in the smaller trial: bytes grow in straight lines
+_OUTWEIGH = 2  # times the weights: then the peak is where many samples have it
+_LONG = 0.1  # seconds of a forward on a CPU: with more samples measuring would take too long
 _WORKING = 1.5  # times what is saved: a guess of what a step takes that keeps everything
 
 
@@ -23,22 +26,47 @@ class Counted(NamedTuple):
 
 
 class Counting:
-    """The trials in which bytes are counted; `saved` are those that one sample saves for the backward."""
+    """The trials in which bytes are counted.
 
-    def __init__(self, trials: Trials, saved: float, sends: bool) -> None:
+    `saved` are those that few samples save for the backward, for each of them; `grows` those that one more adds.
+    """
+
+    def __init__(self, trials: Trials, saved: float, grows: float, sends: bool) -> None:
         self.trials = trials
         self.saved = saved
+        self.grows = grows
         self.sends = sends and len(trials.cuts) > 1
+        parameters = trials.feeding.model.parameters()
+        self._weights = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
         self.states: list[State] = []  # that could be counted
         self.notes: list[str] = []
+        self.is_apart = trials.compile and not trials.on_gpu  # bytes are those of code that is not compiled
         self._tails: dict[State, list[int]] = {}  # bytes of the tail by state, at both sizes
 
     def sizes(self) -> tuple[int, int]:
-        """Two samples and four; on a device with plenty of room more, where what is constant stands out less."""
+        """Two samples and four, or more: on a device with plenty of room, where what is constant stands out less.
+
+        And where weights are large: the peak of a backward is with few samples where their gradients come into being,
+        and with many samples somewhere else.
+        """
         size = 2
-        while self.trials.on_gpu and size < _MOST and self.trials.everywhere(self._keeps_all(4 * size)):
+        while self.trials.everywhere(self._wants_more(size) and self._keeps_all(4 * size)) and self._is_quick(size):
             size *= 2
         return size, 2 * size
+
+    def _wants_more(self, size: int) -> bool:
+        if self.trials.on_gpu and size < _MOST:
+            return True
+        return 4 * size <= MOST_SAMPLES and self.grows * size < _OUTWEIGH * self._weights
+
+    def _is_quick(self, size: int) -> bool:
+        """Whether a forward takes no longer than measuring should, on all workers; a GPU is quick."""
+        if self.trials.on_gpu:
+            return True
+        batch, began = self.trials.batch(size), time.perf_counter()
+        with torch.enable_grad():
+            self.trials.feeding.loss(batch)
+        return self.trials.everywhere(time.perf_counter() - began < _LONG)
 
     def segments(
         self, states: Sequence[State], sizes: tuple[int, int], say: Callable[[str], None]
@@ -116,7 +144,7 @@ class Counting:
         return Counted(here, away if self.trials.everywhere(away is not None) else None)
 
     def _bytes(self, state: State, size: int, here: Bytes | None = None) -> Bytes | None:
-        trials, batch = self.trials, self.trials.batch(size)
+        trials, batch = self.trials.for_counting(), self.trials.batch(size)
         with trials.watched([state] * len(trials.cuts)) as (watch, applied):
             try:
                 for _ in range(steps_before(sends=here is not None, is_compiled=trials.compile)):

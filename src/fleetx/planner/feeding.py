@@ -118,7 +118,7 @@ def resized(batch: Batch, size: int) -> Batch:
     available = batch_size(batch)
 
     def taken(tensor: Tensor) -> Tensor:
-        if tensor.dim() == 0:
+        if tensor.dim() == 0 or len(tensor) != available:  # which does not belong to single samples
             return tensor
         if size <= available:
             return tensor[:size].clone()

@@ -16,6 +16,7 @@ from fleetx.memory.structures import tensors_in
 from fleetx.planner import clock
 from fleetx.planner.feeding import Feeding
 from fleetx.planner.meter import Meter
+from fleetx.planner.tracing import dropped
 from fleetx.slicing import Batch
 
 
@@ -64,6 +65,7 @@ class Watch:
         self.meter: Meter | None = None
         self.sent: Callable[[], int] | None = None  # how many bytes went to the host so far
         self._step: Step | None = None
+        self._cuts = list(cuts)
         self._handles = [
             feeding.model.get_submodule(name).register_forward_pre_hook(self._beginning(number))
             for number, name in enumerate(cuts)
@@ -85,12 +87,18 @@ class Watch:
                 loss = self.feeding.loss(batch)
             finally:
                 self._step = None  # segments that are repeated are not marked
+            self._require_all(step)
             step.settle()
             step.turn = self._mark()
             loss.backward()
             step.end = self._mark()
         del loss
         return step
+
+    def _require_all(self, step: Step) -> None:
+        """Of a segment that did not end, nothing could be said."""
+        if len(step.forward) < len(self._cuts):
+            raise ValueError(dropped(self._cuts[len(step.forward)]))
 
     def steps(self, batch: Batch, count: int) -> list[Step]:
         """Several, one right after the other as in a training: the host is ahead of the device, if it can be."""
@@ -161,7 +169,7 @@ def seconds_of(step: Step, count: int) -> Figures:
     """The times of a step."""
     assert step.turn is not None
     assert step.end is not None
-    ends = [step.start, *_filled(step.forward, count)]
+    ends = [step.start, *step.forward]
     befores = _backward_marks(step, count)
     return Figures(
         [seconds_between(a, b) for a, b in pairwise(ends)],
@@ -187,7 +195,7 @@ def bytes_of(step: Step, count: int, save: Save = "everything", here: Bytes | No
     assert step.turn is not None
     assert step.end is not None
     base = step.start.bytes
-    after, before = _filled(step.forward, count), _backward_marks(step, count)
+    after, before = step.forward, _backward_marks(step, count)
     if here is None:  # on the host, what is there for a while is known from the marks that follow
         after = [mark._replace(bytes=mark.bytes - mark.fleeting) for mark in after]
     sent = _sent_by_each(step.start, after)
@@ -289,11 +297,6 @@ def _backward_peaks(step: Step, count: int) -> tuple[list[int], int]:
     begins = {number: mark.peak for number, mark in step.backward.items()}
     *peaks, tail = [begins.get(number - 1, step.end.peak) for number in range(count + 1)]
     return peaks, tail
-
-
-def _filled(marks: list[Mark], count: int) -> list[Mark]:
-    """The marks, the last one repeated if a forward did not come to all cuts."""
-    return (marks + marks[-1:] * count)[:count]
 
 
 def _backward_marks(step: Step, count: int) -> list[Mark]:

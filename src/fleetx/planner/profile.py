@@ -25,7 +25,7 @@ from fleetx.planner.counting import EVERYTHING, Counting
 from fleetx.planner.facts import device_name, fact
 from fleetx.planner.feeding import Feeding, bytes_per_sample
 from fleetx.planner.timing import Timing
-from fleetx.planner.tracing import Trace, trace
+from fleetx.planner.tracing import Trace, dropped, trace
 from fleetx.planner.trials import Trials
 from fleetx.planner.untouched import untouched
 from fleetx.planner.updating import cost_of_update, fixed_bytes, moved_by
@@ -33,6 +33,7 @@ from fleetx.slicing import Batch
 
 _NARROW = State("dear", dear=("attention", "narrow_matmul"))
 STATES = (EVERYTHING, State("inputs"), State("dear"), _NARROW)
+_NOT_COMPILED = "bytes are those of code that is not compiled: on a CPU others cannot be counted."
 COMPILED_STATES = (EVERYTHING, State("inputs"), _NARROW)  # each kind of dear outputs is a compilation of its own
 
 
@@ -125,6 +126,9 @@ class _Measuring:
     def _once(self, cuts: Sequence[str]) -> list[str]:
         once = {call.name: call for call in self.seen.once}
         wrong = [name for name in cuts if name not in once]
+        others = {call.name for call in trace(self.feeding, self.sample, seed=1).once}
+        if {*cuts} - {*wrong} - others or {*wrong} & others:
+            raise ValueError(dropped(sorted(({*cuts} - others) ^ {*wrong})[0]))
         if wrong:
             raise ValueError(
                 f"a model is planned at modules that run once in a forward, got {', '.join(wrong)}: name others, or "
@@ -137,8 +141,12 @@ class _Measuring:
         model, device = self.feeding.model, self.feeding.device
         update = cost_of_update(model, optimizer)
         rate = link.bandwidth(device) if bandwidth is None else bandwidth
-        gradient_parts, smallest, block = self._gradient_parts(), self._smallest(), self._largest_block()
-        counting = Counting(self.trials, self.seen.saved / self.seen.samples, sends=self.trials.everywhere(rate > 0))
+        gradient_parts, smallest = self._gradient_parts(), self._smallest()
+        more = trace(self.feeding, self.trials.sample, samples=2 * self.seen.samples)
+        block = _largest_growth(self.seen, more) if device.type == "cuda" else 0.0  # elsewhere none leaves gaps
+        grows = max(0, more.saved - self.seen.saved) / (more.samples - self.seen.samples)
+        saved = self.seen.saved / self.seen.samples
+        counting = Counting(self.trials, saved, grows, sends=self.trials.everywhere(rate > 0))
         with untouched(model, self.feeding.loss_fn, self.sample), self._progress() as say:
             counted_at = sizes or counting.sizes()
             segments = counting.segments(self.states, counted_at, say)
@@ -156,7 +164,7 @@ class _Measuring:
                 device=device_name(device),
                 compiled=self.trials.compile,
                 couples_samples=any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()),
-                notes=(*update.notes, *counting.notes),
+                notes=(*update.notes, *counting.notes, *([_NOT_COMPILED] if counting.is_apart else [])),
                 gradient_parts=gradient_parts,
                 smallest=smallest,
             )
@@ -166,7 +174,7 @@ class _Measuring:
             if timed_at[-1] > counted_at[1]:
                 tail_bytes = counting.tail_of_many(counted_at, timed_at[-1], timing.frugal)
                 profile = replace(profile, tail_bytes=tail_bytes)
-        self.lacked_room = len(profile.notes) > len(update.notes)
+        self.lacked_room = len(profile.notes) > len(counted.notes) or bool(counting.notes)
         return replace(profile, segments=tuple(segment.distinct() for segment in profile.segments))
 
     @contextmanager
@@ -194,12 +202,6 @@ class _Measuring:
         except Exception:  # in whatever words it refuses
             return 2
         return 1
-
-    def _largest_block(self) -> float:
-        """Bytes per sample of the largest tensor that is saved for the backward; 0 where none leaves gaps."""
-        if self.feeding.device.type != "cuda":
-            return 0.0
-        return _largest_growth(self.seen, trace(self.feeding, self.trials.sample, samples=2 * self.seen.samples))
 
     def _gradient_parts(self) -> tuple[int, ...]:
         """Bytes of the gradients that come into being in each segment's backward, and in the tail's.

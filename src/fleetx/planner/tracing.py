@@ -1,9 +1,11 @@
 """One small forward of a model: which modules run, in which order, what they save, and what depends on what."""
 
+import random
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -88,10 +90,19 @@ class Trace:
         return True
 
 
-def trace(feeding: Feeding, sample: Batch, samples: int = 2) -> Trace:
+def dropped(name: str) -> str:
+    """What is said of a module that is left out at random."""
+    return (
+        f"a model is planned at modules that run in each forward, and {name!r} ran in one and not in another: it seems "
+        "to be left out at random. Set the rate of that to 0 while the plan is made, to have room for all of them."
+    )
+
+
+def trace(feeding: Feeding, sample: Batch, samples: int = 2, *, seed: int | None = None) -> Trace:
     """Watch one forward, on two samples because batch norms may refuse one. The model is left as it was.
 
-    Nothing that autograd saves is kept, so that this takes no more memory than a forward without gradients.
+    Nothing that autograd saves is kept, so that this takes no more memory than a forward without gradients. `seed`: of
+    other random numbers than those that come next.
     """
     model = feeding.model
     seen = Trace(samples=samples)
@@ -122,6 +133,8 @@ def trace(feeding: Feeding, sample: Batch, samples: int = 2) -> Trace:
             entering = lambda m, args, kwargs, name=name: enter(m, args, kwargs, name)  # noqa: E731
             handles.append(module.register_forward_pre_hook(entering, with_kwargs=True))
             handles.append(module.register_forward_hook(leave, with_kwargs=True))
+        if seed is not None:
+            _seed(seed)
         try:
             with torch.autograd.graph.saved_tensors_hooks(saved.count, _never):
                 seen.loss = feeding.loss(batch)
@@ -135,6 +148,12 @@ def trace(feeding: Feeding, sample: Batch, samples: int = 2) -> Trace:
     seen.calls = [call for call in seen.calls if call.ends >= 0]
     seen.saved, seen.blocks = saved.total, saved.blocks
     return seen
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
 
 
 class _SavedBytes:

@@ -52,6 +52,10 @@ class Trials:
         other.compile = False
         return other
 
+    def for_counting(self) -> "Trials":
+        """Those in which bytes are counted: torch does not run compiled code while tensors are counted one by one."""
+        return self if self.on_gpu else self.uncompiled()
+
     def batch(self, size: int) -> Batch:
         """So many samples."""
         return resized(self.sample, size)

@@ -3,6 +3,9 @@
 import itertools
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -37,20 +40,48 @@ class Tryout:
         batch = placed(resized(self.sample, plan.micro_batch), self.feeding.device)
         if self.on_gpu:
             torch.cuda.empty_cache()  # what others left in the allocator is not this plan's
-        applied = plan.apply(self.feeding.model)
-        self._pinned.lend_to(applied)
-        try:
-            with untouched(self.feeding.model, self.feeding.loss_fn, self.sample, gradients=False):
-                step, took = self._watched(plan, batch)
-                if self.on_gpu and _is_short(plan):
-                    took = self._seconds_in_a_row(plan, batch)
-        finally:
-            applied.remove()
-            self._pinned.take_back(applied)
+        if plan.compile and not self.on_gpu:  # tensors cannot be counted in compiled code
+            step, _ = self._tried(replace(plan, compile=False), batch)
+            took = self._tried_for_time(plan, batch)
+        else:
+            step, took = self._tried(plan, batch)
         moments, peak = self._memory(plan, step)
         predicted = _seconds_of_micro_batch(plan)
         micro_batches = (plan.seconds - plan.update_seconds) / predicted if predicted else plan.k_steps
         return plan.with_measurement(peak, took * micro_batches + plan.update_seconds, moments)
+
+    @contextmanager
+    def _on_model(self, plan: Plan) -> Iterator[None]:
+        """Inside, the model has the plan."""
+        applied = plan.apply(self.feeding.model)
+        self._pinned.lend_to(applied)
+        try:
+            with untouched(self.feeding.model, self.feeding.loss_fn, self.sample, gradients=False):
+                yield
+        finally:
+            applied.remove()
+            self._pinned.take_back(applied)
+
+    def _tried(self, plan: Plan, batch: Batch) -> tuple[Step, float]:
+        """A micro-batch and its seconds."""
+        with self._on_model(plan):
+            step, took = self._watched(plan, batch)
+            if self.on_gpu and _is_short(plan):
+                took = self._seconds_in_a_row(plan, batch)
+        return step, took
+
+    def _tried_for_time(self, plan: Plan, batch: Batch) -> float:
+        """The seconds of a micro-batch whose bytes nobody counts."""
+        with self._on_model(plan):
+            watch = Watch(self.feeding, plan.names)
+            try:
+                for _ in range(steps_before(sends=plan.host_bytes > 0, is_compiled=plan.compile)):
+                    self._make_room(plan)
+                    watch.step(batch)
+                self._make_room(plan)
+                return _timed(watch, batch)[0]
+            finally:
+                watch.remove()
 
     def _watched(self, plan: Plan, batch: Batch) -> tuple[Step, float]:
         """A micro-batch that is like all that follow, and its seconds."""
