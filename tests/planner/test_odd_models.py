@@ -1,16 +1,20 @@
 """Models that are not a stack of blocks with one output: from the model to a plan that a real step confirms."""
 
+import random
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import parametrizations
 
 import fleetx
 from fleetx.planner.feeding import Feeding
 from fleetx.planner.fitting import DoesNotFit
+from fleetx.planner.tryout import Tryout
 
 
 class Shared(nn.Module):
@@ -141,3 +145,94 @@ def test_a_model_can_be_planned_where_gradients_are_off():
     with torch.no_grad():
         plan = fleetx.plan(stack(), sample(), loss_fn=functional.mse_loss, memory="1MiB", bandwidth=0.0, verify=True)
     assert plan.verified
+
+
+def wide(activation, wrap=lambda module: module):
+    """Weights that are large beside what a sample needs."""
+    blocks = (nn.Sequential(wrap(nn.Linear(64, 256)), activation(), wrap(nn.Linear(256, 64))) for _ in range(4))
+    return nn.Sequential(*blocks)
+
+
+@pytest.mark.parametrize("wrap", [lambda module: module, parametrizations.weight_norm], ids=["plain", "weight_norm"])
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.GELU])
+@pytest.mark.parametrize(("batch", "memory"), [(8, "3MiB"), (64, "3MiB"), (2048, "16MiB"), (2048, "9MiB")])
+def test_bytes_are_known_where_weights_are_large_beside_a_few_samples(activation, wrap, batch, memory):
+    torch.manual_seed(0)
+    model, sample = wide(activation, wrap), (torch.randn(4, 64), torch.randn(4, 64))
+    plan = fleetx.plan(
+        model,
+        sample,
+        loss_fn=functional.mse_loss,
+        memory=memory,
+        global_batch=batch,
+        checkpoints=["0", "1", "2", "3"],
+        cached=False,
+    )
+    real = Tryout(Feeding(model, functional.mse_loss), sample).run(plan).measured.peak
+    least = 0.95 if batch > 64 else 0.85  # gradients of an only micro-batch are counted as if they came early
+    assert least * plan.peak_of_trial < real < 1.04 * plan.peak_of_trial
+
+
+class DropsLayers(nn.Module):
+    def __init__(self, draw):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6))
+        self.draw = draw
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x if self.draw() < 0.4 else block(x)
+        return x
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(()), random.random, np.random.random])
+@pytest.mark.parametrize("checkpoints", ["auto", ["blocks.*"]])
+def test_layers_that_are_left_out_at_random_are_refused(draw, checkpoints):
+    for seed in range(3):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        with pytest.raises(ValueError, match=r"'blocks\.\d' ran in one and not in another.* Set the rate of that to 0"):
+            fleetx.plan(DropsLayers(draw), torch.randn(4, 16), memory="1GiB", checkpoints=checkpoints, cached=False)
+
+
+class Experts(nn.Module):
+    """Which of them runs is a matter of chance; but they are no blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts, self.out = nn.ModuleList(nn.Linear(16, 16) for _ in range(4)), nn.Linear(16, 16)
+
+    def forward(self, x):
+        return x + self.out(self.experts[int(torch.randint(4, ()))](x).tanh())
+
+
+def test_experts_that_are_chosen_at_random_are_inside_of_blocks():
+    model = nn.Sequential(*(Experts() for _ in range(4)))
+    plan = fleetx.plan(model, torch.randn(4, 16), memory="1GiB", cached=False)
+    assert plan.names == ("0", "1", "2", "3")
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:::torch")
+@pytest.mark.parametrize("verify", [False, True])
+def test_compiled_segments_are_planned_on_a_cpu(verify):
+    sample = (torch.randn(4, 16), torch.randn(4, 4))
+    plan = fleetx.plan(
+        stack(), sample, loss_fn=functional.mse_loss, memory="64KiB", compile=True, cached=False, verify=verify
+    )
+    assert plan.compile
+    assert plan.verified == verify
+    assert any("code that is not compiled" in note for note in plan.notes)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:::torch")
+def test_a_compiled_step_is_planned_on_a_cpu():
+    strategy = fleetx.DistributedStrategy(recompute=True, compile=True)
+    strategy.recompute_configs = {"checkpoints": "auto", "memory_budget": "64KiB"}
+    model = stack()
+    step = fleetx.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), functional.mse_loss, strategy)
+    for _ in range(3):
+        assert step((torch.randn(8, 16), torch.randn(8, 4))).updated
+    assert step.plan.compile

@@ -414,8 +414,8 @@ def trials_on_a_device(model, sample, cuts, monkeypatch, room):
 def test_where_room_is_scarce_nothing_is_tried_to_choose_a_size(monkeypatch):
     model, sample = gpt(2)
     trials = trials_on_a_device(model, sample, [], monkeypatch, room=0)
-    assert Counting(trials, 1000.0, sends=False).sizes() == (2, 4)
-    assert Counting(trials, 0.0, sends=False).sizes() == (8, 16)
+    assert Counting(trials, 1000.0, 1000.0, sends=False).sizes() == (2, 4)
+    assert Counting(trials, 0.0, 0.0, sends=False).sizes() == (8, 16)
 
 
 @pytest.mark.parametrize("share", [0.9, 0.6, 0.1, 0.0])

@@ -167,7 +167,7 @@ def counting_with(monkeypatch, *answers):
     """Counting whose questions are answered so by all workers together; and the steps that ran."""
     left, steps, step = list(answers), [], Watch.step
     monkeypatch.setattr(Watch, "step", lambda *given: steps.append(1) or step(*given))
-    return Counting(trials_of(lambda here: left.pop(0)), 0.0, sends=True), steps
+    return Counting(trials_of(lambda here: left.pop(0)), 0.0, 0.0, sends=True), steps
 
 
 def test_what_did_not_fit_on_another_worker_is_not_sent_to_the_host(monkeypatch):
@@ -196,13 +196,6 @@ def test_without_cuts_there_is_nothing_but_to_try(monkeypatch):
         measured(cuts=[])
 
 
-def test_the_largest_block_is_looked_for_where_it_matters_only(monkeypatch):
-    model, sample = linears()
-    measuring = profile._Measuring(Feeding(model), sample, CUTS, False, STATES)
-    monkeypatch.setattr(profile, "trace", None)
-    assert measuring._largest_block() == 0
-
-
 @pytest.mark.parametrize(
     ("few", "more", "growth"),
     [
@@ -214,17 +207,14 @@ def test_the_largest_block_is_looked_for_where_it_matters_only(monkeypatch):
     ],
 )
 def test_the_largest_block_grows_with_the_samples(few, more, growth):
-    assert profile._largest_growth(Trace(samples=2, blocks=few), Trace(samples=4, blocks=more)) == growth
+    assert profile.largest_growth(Trace(samples=2, blocks=few), Trace(samples=4, blocks=more)) == growth
 
 
 def test_gaps_between_blocks_are_a_part_of_the_peak(monkeypatch):
     cuda, asked = torch.device("cuda"), []
-    monkeypatch.setattr(profile._Measuring, "_largest_block", lambda self: 1000.0)
-    monkeypatch.setattr(
-        profile, "gaps_on", lambda _, largest: asked.append(largest) or allocator.gaps_on(cuda, largest)
-    )
+    monkeypatch.setattr(profile, "gaps_on", lambda _, largest: asked.append(largest) or allocator.gaps_on(cuda, 1000.0))
     plan = plan_for(measured(), memory=2**30, global_batch=8, one_forward=True, curve=False)
-    assert asked == [1000.0]
+    assert asked == [0.0]  # this is no such device
     assert plan.peak_by_kind["gaps"] == allocator.gaps_on(cuda, 1000.0).bytes_at(8) == 8 * 800
     assert sum(plan.peak_by_kind.values()) == plan.peak
 
@@ -256,7 +246,7 @@ def test_the_tail_is_counted_with_many_samples_too(monkeypatch):
     model, _ = linears()
     sample, loss = (torch.randn(4, 64), torch.zeros(4)), InChunks()
     trials = Trials(Feeding(model, lambda outputs, _: loss(outputs) + outputs.sum()), sample, CUTS)
-    counting = Counting(trials, 0.0, sends=False)
+    counting = Counting(trials, 0.0, 0.0, sends=False)
     counting.segments([EVERYTHING, INPUTS], (4, 8), lambda _: None)
     real = counting._bytes(INPUTS, 64).tail_bytes
     few, many = counting.tail((4, 8)), counting.tail_of_many((4, 8), 32, INPUTS)

@@ -15,11 +15,19 @@ _LITTLE = 1e-3  # part of a backward that recompute and copies take at least: of
 
 
 class Line(NamedTuple):
-    """An amount that grows with the micro-batch: so much at all events and so much per sample, or `least` if more."""
+    """An amount that grows with the micro-batch: so much at all events and so much per sample, or `least` if more.
+
+    It may be bent: from `onward` samples on it is `there` and so much per sample `beyond` that, and between `until` and
+    `onward` straight from one to the other.
+    """
 
     fixed: float = 0.0
     per_sample: float = 0.0
     least: float = 0.0
+    until: int = 0
+    onward: int = 0
+    there: float = 0.0
+    beyond: float = 0.0
 
     @classmethod
     def through(cls, sizes: Sequence[int], values: Sequence[float]) -> "Line":
@@ -31,6 +39,17 @@ class Line(NamedTuple):
         fixed = first - slope * small
         # Below zero only by noise: then through the larger size, where noise matters less.
         return cls(fixed, slope) if fixed >= 0 else cls(0.0, max(0.0, second) / large)
+
+    @classmethod
+    def bent(cls, sizes: Sequence[int], values: Sequence[float]) -> "Line":
+        """Through two measurements with few samples and, if there are four, two with many."""
+        near = cls.through(sizes[:2], values[:2])
+        if len(sizes) == 2:
+            return near
+        (onward, most), (there, last) = sizes[2:], values[2:]
+        return near._replace(
+            until=sizes[1], onward=onward, there=there, beyond=max(0.0, (last - there) / (most - onward))
+        )
 
     @classmethod
     def of_time(cls, sizes: Sequence[int], values: Sequence[float]) -> "Line":
@@ -54,6 +73,13 @@ class Line(NamedTuple):
 
     def at(self, micro_batch: int) -> float:
         """The amount at a micro-batch size."""
+        if self.onward and micro_batch > self.until:
+            way = min(1.0, (micro_batch - self.until) / (self.onward - self.until))
+            begun = self._near(self.until)
+            return begun + way * (self.there - begun) + self.beyond * max(0, micro_batch - self.onward)
+        return self._near(micro_batch)
+
+    def _near(self, micro_batch: int) -> float:
         return max(self.least, self.fixed + self.per_sample * micro_batch)
 
     def bytes_at(self, micro_batch: int) -> int:

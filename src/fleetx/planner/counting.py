@@ -44,19 +44,23 @@ class Counting:
         self._tails: dict[State, list[int]] = {}  # bytes of the tail by state, at both sizes
 
     def sizes(self) -> tuple[int, int]:
-        """Two samples and four, or more: on a device with plenty of room, where what is constant stands out less.
-
-        And where weights are large: the peak of a backward is with few samples where their gradients come into being,
-        and with many samples somewhere else.
-        """
+        """Two samples and four; on a device with plenty of room more, where what is constant stands out less."""
         size = 2
-        while self.trials.everywhere(self._wants_more(size) and self._keeps_all(4 * size)) and self._is_quick(size):
+        while self.trials.on_gpu and size < _MOST and self.trials.everywhere(self._keeps_all(4 * size)):
             size *= 2
         return size, 2 * size
 
-    def _wants_more(self, size: int) -> bool:
-        if self.trials.on_gpu and size < _MOST:
-            return True
+    def with_many(self, sizes: tuple[int, int]) -> tuple[int, ...]:
+        """These sizes, and two larger ones where weights are large beside what a few samples need.
+
+        With few samples the peak of a backward is where gradients of weights come into being; with many somewhere else.
+        """
+        size = sizes[0]
+        while self.trials.everywhere(self._is_light(size) and self._keeps_all(4 * size)) and self._is_quick(size):
+            size *= 2
+        return sizes if size <= sizes[1] else (*sizes, size, 2 * size)
+
+    def _is_light(self, size: int) -> bool:
         return 4 * size <= MOST_SAMPLES and self.grows * size < _OUTWEIGH * self._weights
 
     def _is_quick(self, size: int) -> bool:
@@ -69,32 +73,32 @@ class Counting:
         return self.trials.everywhere(time.perf_counter() - began < _LONG)
 
     def segments(
-        self, states: Sequence[State], sizes: tuple[int, int], say: Callable[[str], None]
+        self, states: Sequence[State], sizes: Sequence[int], say: Callable[[str], None]
     ) -> tuple[SegmentCost, ...]:
         """All segments with the states that could be counted, as yet without times."""
         found: dict[State, list[Counted]] = {}
         for state in states:
             say(f"counting bytes: {state}")
-            both = self._at_both(state, sizes)
-            if both is not None:
-                found[state] = both
+            counts = self._at_all(state, sizes)
+            if counts is not None:
+                found[state] = counts
         if not found:
             raise self.trials.no_room(sizes[0])
         self.states = list(found)
-        self._tails = {state: [one.here.tail_bytes for one in both] for state, both in found.items()}
+        self._tails = {state: [one.here.tail_bytes for one in counts] for state, counts in found.items()}
         costs = [
             SegmentCost(
-                name, NOTHING, tuple(o for state, both in found.items() for o in _options(state, both, sizes, i))
+                name, NOTHING, tuple(o for state, counts in found.items() for o in _options(state, counts, sizes, i))
             )
             for i, name in enumerate(self.trials.cuts)
         ]
         return tuple(costs)
 
-    def tail(self, sizes: tuple[int, int]) -> Line:
+    def tail(self, sizes: Sequence[int]) -> Line:
         """The bytes of the tail, in the state in which it takes most."""
-        return Line.through(sizes, self._most_of_tail())
+        return Line.bent(sizes, self._most_of_tail())
 
-    def tail_of_many(self, sizes: tuple[int, int], many: int, state: State) -> Line:
+    def tail_of_many(self, sizes: Sequence[int], many: int, state: State) -> Line:
         """The same, with what the tail takes for far more samples in a state for which there is room.
 
         A loss that goes through its positions in chunks takes little more for many than for a few.
@@ -103,15 +107,15 @@ class Counting:
         counted = self._bytes(state, many)
         if not self.trials.everywhere(counted is not None) or counted is None:
             return self.tail(sizes)
-        beyond = Line.through(sizes, [a - b for a, b in zip(few, self._tails[state], strict=True)])
-        line = Line.through((sizes[1], many), (few[1], counted.tail_bytes + beyond.at(many)))
+        beyond = Line.through(sizes[-2:], [a - b for a, b in zip(few[-2:], self._tails[state][-2:], strict=True)])
+        line = Line.through((sizes[-1], many), (few[-1], counted.tail_bytes + beyond.at(many)))
         return line._replace(least=few[0])
 
     def _most_of_tail(self) -> list[int]:
-        return [max(both[number] for both in self._tails.values()) for number in range(2)]
+        return [max(at_all) for at_all in zip(*self._tails.values(), strict=True)]
 
-    def _at_both(self, state: State, sizes: tuple[int, int]) -> list[Counted] | None:
-        both = []
+    def _at_all(self, state: State, sizes: Sequence[int]) -> list[Counted] | None:
+        counts: list[Counted] = []
         for size in reversed(sizes):  # what the larger one had on the host serves the smaller one
             counted = self._counted(state, size) if self._may_try(state, size) else None
             if counted is None:
@@ -119,8 +123,8 @@ class Counting:
                     f"{state} could not be measured: {size} samples do not fit now: free memory to have it too."
                 )
                 return None
-            both.insert(0, counted)
-        return both
+            counts.insert(0, counted)
+        return counts
 
     def _may_try(self, state: State, size: int) -> bool:
         """Whether there is room; a model without cuts has no other state, and is tried at all events."""
@@ -156,26 +160,26 @@ class Counting:
                 return None
 
 
-def _options(state: State, both: list[Counted], sizes: tuple[int, int], i: int) -> list[OptionCost]:
+def _options(state: State, counts: list[Counted], sizes: Sequence[int], i: int) -> list[OptionCost]:
     """A state of segment i on the device, and on the host."""
-    made = [_cost(state, sizes, [one.here for one in both], i)]
-    away = [one.away for one in both if one.away is not None]
-    if len(away) == len(both) and away[-1].sent[i] > 0:
+    made = [_cost(state, sizes, [one.here for one in counts], i)]
+    away = [one.away for one in counts if one.away is not None]
+    if len(away) == len(counts) and away[-1].sent[i] > 0:
         made.append(_cost(state._replace(home="host"), sizes, away, i))
     return made
 
 
-def _cost(state: State, sizes: tuple[int, int], both: list[Bytes], i: int) -> OptionCost:
+def _cost(state: State, sizes: Sequence[int], counts: list[Bytes], i: int) -> OptionCost:
     def line(values: list[int]) -> Line:
-        return Line.through(sizes, values)
+        return Line.bent(sizes, values)
 
     return OptionCost(
         state,
         NOTHING,
-        kept=line([one.kept[i] for one in both]),
-        forward_bytes=line([one.forward_bytes[i] for one in both]),
-        backward_bytes=line([one.backward_bytes[i] for one in both]),
-        sent=line([one.sent[i] for one in both]),
-        holds=line([one.holds[i] for one in both]),
-        released=line([min(one.sent[i], one.entering[i]) for one in both]),
+        kept=line([one.kept[i] for one in counts]),
+        forward_bytes=line([one.forward_bytes[i] for one in counts]),
+        backward_bytes=line([one.backward_bytes[i] for one in counts]),
+        sent=line([one.sent[i] for one in counts]),
+        holds=line([one.holds[i] for one in counts]),
+        released=line([min(one.sent[i], one.entering[i]) for one in counts]),
     )

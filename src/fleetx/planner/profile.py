@@ -25,7 +25,7 @@ from fleetx.planner.counting import EVERYTHING, Counting
 from fleetx.planner.facts import device_name, fact
 from fleetx.planner.feeding import Feeding, bytes_per_sample
 from fleetx.planner.timing import Timing
-from fleetx.planner.tracing import Trace, dropped, trace
+from fleetx.planner.tracing import OTHER_SEED, Trace, dropped, trace
 from fleetx.planner.trials import Trials
 from fleetx.planner.untouched import untouched
 from fleetx.planner.updating import cost_of_update, fixed_bytes, moved_by
@@ -126,7 +126,7 @@ class _Measuring:
     def _once(self, cuts: Sequence[str]) -> list[str]:
         once = {call.name: call for call in self.seen.once}
         wrong = [name for name in cuts if name not in once]
-        others = {call.name for call in trace(self.feeding, self.sample, seed=1).once}
+        others = {call.name for call in trace(self.feeding, self.sample, seed=OTHER_SEED).once}
         if {*cuts} - {*wrong} - others or {*wrong} & others:
             raise ValueError(dropped(sorted(({*cuts} - others) ^ {*wrong})[0]))
         if wrong:
@@ -143,16 +143,17 @@ class _Measuring:
         rate = link.bandwidth(device) if bandwidth is None else bandwidth
         gradient_parts, smallest = self._gradient_parts(), self._smallest()
         more = trace(self.feeding, self.trials.sample, samples=2 * self.seen.samples)
-        block = _largest_growth(self.seen, more) if device.type == "cuda" else 0.0  # elsewhere none leaves gaps
+        block = largest_growth(self.seen, more) if device.type == "cuda" else 0.0  # elsewhere none leaves gaps
         grows = max(0, more.saved - self.seen.saved) / (more.samples - self.seen.samples)
         saved = self.seen.saved / self.seen.samples
         counting = Counting(self.trials, saved, grows, sends=self.trials.everywhere(rate > 0))
         with untouched(model, self.feeding.loss_fn, self.sample), self._progress() as say:
             counted_at = sizes or counting.sizes()
-            segments = counting.segments(self.states, counted_at, say)
+            all_sizes = counted_at if sizes else counting.with_many(counted_at)
+            segments = counting.segments(self.states, all_sizes, say)
             counted = Profile(
                 segments,
-                tail_bytes=counting.tail(counted_at),
+                tail_bytes=counting.tail(all_sizes),
                 fixed=fixed_bytes(model, update),
                 batch_bytes=Line(0.0, bytes_per_sample(self.trials.sample)),
                 update_seconds=update.seconds,
@@ -171,8 +172,8 @@ class _Measuring:
             timing = Timing(self.trials, self.seen, counted, counting.states)
             timed_at = timing.sizes() if sizes is None and self.trials.on_gpu else counted_at
             profile = timing.profile(timed_at, say)
-            if timed_at[-1] > counted_at[1]:
-                tail_bytes = counting.tail_of_many(counted_at, timed_at[-1], timing.frugal)
+            if timed_at[-1] > all_sizes[-1]:
+                tail_bytes = counting.tail_of_many(all_sizes, timed_at[-1], timing.frugal)
                 profile = replace(profile, tail_bytes=tail_bytes)
         self.lacked_room = len(profile.notes) > len(counted.notes) or bool(counting.notes)
         return replace(profile, segments=tuple(segment.distinct() for segment in profile.segments))
@@ -223,7 +224,7 @@ class _Measuring:
         return tuple(parts)
 
 
-def _largest_growth(few: Trace, more: Trace) -> float:
+def largest_growth(few: Trace, more: Trace) -> float:
     """Bytes per sample of the saved tensor that grows most with the samples; copies of weights do not grow."""
     if len(few.blocks) == len(more.blocks):
         grown = max((b - a for a, b in zip(few.blocks, more.blocks, strict=True)), default=0)

@@ -121,11 +121,16 @@ class _Lines:
     """Many lines at once."""
 
     def __init__(self, lines: Iterable[Line]) -> None:
-        self._fixed, self._per_sample, self._least = np.array([*lines], np.float64).reshape(-1, 3).T
+        self._columns = np.array([*lines], np.float64).reshape(-1, len(Line._fields)).T
 
     def at(self, micro_batch: int) -> Floats:
-        """The amounts at a micro-batch size."""
-        return np.maximum(self._least, self._fixed + self._per_sample * micro_batch)
+        """The amounts at a micro-batch size, as `Line.at` has them."""
+        fixed, per_sample, least, until, onward, there, beyond = self._columns
+        is_bent = (onward > 0) & (micro_batch > until)
+        near = np.maximum(least, fixed + per_sample * np.where(is_bent, until, micro_batch))
+        way = np.minimum(1.0, (micro_batch - until) / np.where(is_bent, onward - until, 1.0))
+        far = near + way * (there - near) + beyond * np.maximum(0.0, micro_batch - onward)
+        return np.where(is_bent, far, near)
 
 
 class Search:
