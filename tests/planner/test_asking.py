@@ -7,7 +7,8 @@ from torch.nn import functional
 
 import fleetx
 from fleetx.planner.asked import check
-from fleetx.planner.updating import moved_by
+from fleetx.planner.meter import CountingMeter
+from fleetx.planner.updating import cost_of_update, moved_by
 
 NEEDS_GRADIENT = torch.ones((), requires_grad=True)
 
@@ -168,3 +169,41 @@ def test_masters_of_an_optimizer_stand_for_the_parameters_of_low_precision():
     assert len(moved_by(torch.optim.AdamW([*masters, *parameters[6:]]), parameters)) == 8
     assert len(moved_by(torch.optim.AdamW(parameters[6:]), parameters)) == 2
     assert moved_by(None, parameters) == []
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, fleetx.optim.Lars, fleetx.optim.Lamb])
+def test_no_optimizer_has_something_to_say_of_how_it_is_tried(make, capsys, caplog):
+    model = nn.Sequential(nn.Linear(8, 64, bias=False), nn.Linear(64, 8, bias=False))
+    cost = cost_of_update(model, make(model.parameters(), lr=1e-3))
+    assert cost.notes == ()
+    assert "length zero" not in capsys.readouterr().err + caplog.text
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
+def test_what_an_update_takes_meanwhile_is_what_a_real_one_takes(make, foreach):
+    model = nn.Sequential(*(nn.Linear(64, size) for size in (256, 128, 32)))
+    optimizer = make(model.parameters(), lr=1e-3, foreach=foreach)
+    predicted = cost_of_update(model, optimizer).working_bytes
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with CountingMeter() as meter:
+        optimizer.step()
+        real = meter.take_peak()
+    assert real <= predicted * 1.05 + 4096
+    assert predicted <= 1.3 * real + 4096
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"checkpoints": "atuo"}, 'did you mean "auto"?'),
+        ({"sample": torch.utils.data.DataLoader(torch.randn(4, 16))}, r"give next\(iter\(loader\)\)"),
+        ({"sample": {}}, "no keywords, which its forward does not take"),
+    ],
+)
+def test_what_people_mistype_is_understood(given, message):
+    asked = {"sample": torch.randn(4, 16), "memory": "1GiB"} | given
+    with pytest.raises((TypeError, ValueError), match=message):
+        fleetx.plan(nn.Linear(16, 16), asked.pop("sample"), **asked)

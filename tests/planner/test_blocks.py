@@ -3,6 +3,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 
 from fleetx import memory
 from fleetx.applications import Resnet50
@@ -150,5 +151,13 @@ def test_looking_for_blocks_leaves_no_trace():
 def test_a_model_with_a_plan_is_refused():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     memory.apply(model, ["0"])
-    with pytest.raises(ValueError, match=r"has a plan already: take it off with remove\(\)"):
+    with pytest.raises(ValueError, match=r"has a plan already: take it off first, with fleetx.memory.applied_to"):
         find_blocks(Feeding(model), torch.randn(2, 2))
+
+
+@pytest.mark.parametrize(
+    "wrap", [parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal]
+)
+def test_what_computes_a_weight_is_no_block(wrap):
+    blocks = (nn.Sequential(wrap(nn.Linear(8, 16)), nn.GELU(), wrap(nn.Linear(16, 8))) for _ in range(4))
+    assert find_blocks(Feeding(nn.Sequential(*blocks)), torch.randn(4, 8)) == ["0", "1", "2", "3"]

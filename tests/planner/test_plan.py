@@ -295,7 +295,7 @@ def test_a_plan_is_refused_by_models_with_other_parameters():
     wider = nn.Sequential(*(nn.Linear(9, 9) for _ in range(6)))
     deeper = nn.Sequential(*sequential(), nn.Linear(8, 8))
     for other in (wider, deeper, sequential()[:3]):
-        with pytest.raises(ValueError, match="model that it was made for, got another one: its parameters have other"):
+        with pytest.raises(ValueError, match=r"made for, got another one, a \w+: its parameters have other"):
             plan.apply(other)
     values = json.loads(plan.to_json())
     del values["fingerprint"]  # as plans of old have none
@@ -311,8 +311,9 @@ def test_the_table_says_how_a_batch_is_cut_that_cannot_be_cut_evenly_and_what_a_
     even = plan_for(transformer(4), memory=30 * GIB, global_batch=32, k_steps=4, curve=False)
     assert "micro-batch 8 × 4 merged\n" in str(even)
     measured = plan.with_measurement(plan.peak, 2 * plan.seconds)
-    assert f"(as predicted) and {2e3 * plan.seconds:,.1f} ms (+100.0%): {16 / plan.seconds:,.1f} samples/s." in str(
-        measured
+    assert (
+        f"(as predicted) and {2e3 * plan.seconds:,.1f} ms (+100.0%); {plan.samples_per_s:,.1f} samples/s were"
+        in str(measured)
     )
 
 
@@ -547,3 +548,40 @@ def test_planning_bert_large_for_a_large_batch_is_quick():
     assert time.process_time() - began < 20
     assert math.isfinite(plan.seconds)
     assert evaluate(transformer().chain(plan.micro_batch), [0] * 24).seconds > 0
+
+
+def test_the_headline_is_what_was_measured_if_that_is_known():
+    plan = plan_for(transformer(4), memory=2**34, global_batch=32, curve=False)
+    assert f"  {plan.samples_per_s:,.1f} samples/s, " in str(plan)
+    slower = plan.with_measurement(plan.peak, 2 * plan.seconds)
+    assert f"  {plan.samples_per_s / 2:,.1f} samples/s, " in str(slower)
+
+
+def test_a_wrapped_model_is_told_where_the_planned_one_is():
+    model = sequential()
+    plan = plan_for(transformer(4), memory=2**34, global_batch=32, curve=False).of(model)
+
+    class Wrapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = model
+
+    with pytest.raises(ValueError, match=r"got another one, a Wrapped: .* This one is around it: give model\.module"):
+        plan.apply(Wrapped())
+
+
+def test_a_plan_splits_batches_as_a_step_does():
+    plan = plan_for(transformer(4), memory=2**34, global_batch=64, k_steps=3, curve=False)
+    assert plan.micro_batch == 22
+    batch = {"x": torch.arange(64), "y": (torch.arange(64), None)}
+    assert [len(part["x"]) for part in plan.split(batch)] == [22, 21, 21]
+    assert [len(part["x"]) for part in plan.split({"x": torch.arange(5)})] == [5]
+    assert [len(part) for part in plan.split(torch.arange(66))] == [22, 22, 22]
+
+
+def test_a_plan_is_on_the_model_inside_of_a_with_statement():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+    with memory.apply(model, ["0", "1"]) as applied:
+        assert memory.applied_to(model) is not None
+        assert applied.cut_modules() == ["0", "1"]
+    assert memory.applied_to(model) is None

@@ -6,6 +6,7 @@ import torch
 
 from fleetx.comm import sharing, world
 from fleetx.fleet.planning import Planning
+from fleetx.memory.structures import tensors_in
 from fleetx.notices import tell_once
 from fleetx.outcome import Outcome
 from fleetx.planner.feeding import Feeding
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from fleetx.batch_step import Step
 
 MOST_RETRIES = 5
+_LONGER = 1.05
 
 
 class PlannedStep:
@@ -27,6 +29,7 @@ class PlannedStep:
         self.planning = planning
         self.feeding = feeding
         self.engine = step.optimizer.engine
+        self._length = 0.0  # numbers per sample of the batch that was planned with
         planning.door = "Step"
 
     def run(self, batch: Batch) -> Outcome:
@@ -57,6 +60,14 @@ class PlannedStep:
     def _tell_of_more_than_planned(self, batch: Batch) -> None:
         """Larger batches take more memory than the plan says; smaller ones, such as the last of an epoch, do not."""
         plan, size = self.planning.plan, batch_size(batch)
+        length = _numbers_in(batch) / size
+        self._length = self._length or length
+        if length > _LONGER * self._length:
+            tell_once(
+                "planning.length",
+                f"a batch has {length:,.0f} numbers per sample, and the plan was made with {self._length:,.0f}: it "
+                "takes more memory than planned. Give the longest inputs first.",
+            )
         if plan is not None and size > plan.global_batch:
             tell_once(
                 "planning.size",
@@ -89,3 +100,7 @@ class PlannedStep:
                 raise failure or torch.OutOfMemoryError(f"another worker ran out of memory {attempt + 1} times.")
             self.planning.shrink(failure)
         raise AssertionError("unreachable")
+
+
+def _numbers_in(batch: Batch) -> int:
+    return sum(tensor.numel() for tensor in tensors_in(batch))

@@ -39,6 +39,7 @@ WORDS = Words(
     memory="recompute_configs.memory_budget={!r}",
     global_batch="batches of {}",
     whole="without gradient_merge and recompute_configs.global_batch it is whole",
+    checkpoints="recompute_configs.checkpoints",
 )
 
 _plannings: "weakref.WeakKeyDictionary[nn.Module, Planning]" = weakref.WeakKeyDictionary()

@@ -80,6 +80,13 @@ class Applied:
                     del hooks[key]
                     _forget_options(module, key)
 
+    def __enter__(self) -> "Applied":
+        """For `with apply(...)`: at its end the plan is taken off."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
     def compile(self, **options: Any) -> SharedCompilations:
         """From now on compile the modules between the cuts; `options` are torch.compile's."""
         if self.experience.cuts.dear:

@@ -133,7 +133,15 @@ class Ending(Hook):
             error.add_note(f"FleetX: in the forward, in the segment that would have ended at {run.frame.name!r}.")
         run.end(failed=failed)
         for grievance in [] if failed else self.experience.grievances():
-            warnings.warn(grievance, stacklevel=2)
+            warnings.warn(grievance, stacklevel=_level_of_caller())
+
+
+def _level_of_caller() -> int:
+    """How far up the first line is that is neither ours nor torch's: whoever called the model."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "fleetx"):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def hooks_of(module: nn.Module) -> list[Hook]:

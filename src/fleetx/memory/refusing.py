@@ -6,13 +6,15 @@ from fleetx.memory.foreign import require_not_compiled
 from fleetx.memory.hooks import hooks_of, plan_on
 from fleetx.memory.names import Cuts
 
+HAS_A_PLAN = "this model has a plan already: take it off first, with fleetx.memory.applied_to(model).remove()."
+
 
 def require_unwrapped(model: nn.Module) -> None:
     """A model that has no plan, is not compiled, and does not checkpoint itself."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"fleetx.memory.apply takes an nn.Module, not a {type(model).__name__}.")
     if plan_on(model) is not None:
-        raise ValueError("this model has a plan already: call remove() of the first one before.")
+        raise ValueError(HAS_A_PLAN)
     _require_no_plan_around(model)
     require_not_compiled(model)
     for name, module in model.named_modules():

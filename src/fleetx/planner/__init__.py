@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fleetx.memory import applied_to
+from fleetx.memory.refusing import HAS_A_PLAN
 from fleetx.planner import asked
 from fleetx.planner.allocator import with_others
 from fleetx.planner.blocks import find_blocks
@@ -78,7 +79,7 @@ def plan(
         verify=verify,
     )
     if applied_to(model) is not None:
-        raise ValueError("this model has a plan already: take it off with remove() before planning anew.")
+        raise ValueError(HAS_A_PLAN)
     feeding = Feeding(model, loss_fn, precision)
     batch = batch_size(sample) if global_batch is None else global_batch
     budget, notes = budget_on(feeding.device, None if memory is None else asked.amount("memory", memory))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from fleetx.memory import Segment
 from fleetx.memory.names import find_cuts, matches
@@ -47,6 +48,7 @@ def check(
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be True or False, got {shown(value)}: write {name}=True or {name}=False.")
     _check_checkpoints(model, checkpoints)
+    _check_sample(sample)
     _check_memory(model, sample)
     _check_loss(loss_fn)
     _check_call(model, sample, has_loss=loss_fn is not None)
@@ -99,6 +101,11 @@ def _check_compiled(model: nn.Module) -> None:
         )
 
 
+def _check_sample(sample: object) -> None:
+    if isinstance(sample, DataLoader):
+        raise TypeError("a sample is one batch, got a DataLoader: give next(iter(loader)).")
+
+
 def _check_memory(model: nn.Module, sample: Batch) -> None:
     """What is on the meta device has no memory: nothing could be measured, and all would seem to fit."""
     empty = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
@@ -146,7 +153,9 @@ def _check_checkpoints(model: nn.Module, checkpoints: object) -> None:
         if checkpoints.lower() == "auto" != checkpoints:
             raise ValueError(f'{rule}, got {checkpoints!r}: write "auto".')
         if checkpoints != "auto":
-            raise ValueError(f"{rule}, got {checkpoints!r}: write [{checkpoints!r}] for a single one.")
+            near = difflib.get_close_matches(checkpoints, ["auto"])
+            remedy = 'did you mean "auto"?' if near else f"write [{checkpoints!r}] for a single one."
+            raise ValueError(f"{rule}, got {checkpoints!r}: {remedy}")
         return
     if not isinstance(checkpoints, list | tuple) or not all(isinstance(name, str) for name in checkpoints):
         raise TypeError(f'{rule}, got {shown(checkpoints)}: write for example ["blocks.0", "blocks.1"].')
@@ -178,7 +187,7 @@ def _check_call(model: nn.Module, sample: Batch, *, has_loss: bool) -> None:
     inputs = sample[0] if has_loss else sample
     if isinstance(inputs, Mapping):
         problem = _mismatch(model.forward, **inputs)
-        how = f"the keywords {', '.join(map(str, inputs))}"
+        how = f"the keywords {', '.join(map(str, inputs))}" if inputs else "no keywords"
     else:
         parts = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
         problem = _mismatch(model.forward, *parts)

@@ -21,8 +21,10 @@ from itertools import pairwise
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from fleetx.memory import applied_to
+from fleetx.memory.refusing import HAS_A_PLAN
 from fleetx.planner.feeding import Feeding
 from fleetx.planner.tracing import OTHER_SEED, Call, Trace, dropped, trace
 from fleetx.slicing import Batch
@@ -56,7 +58,7 @@ def find_blocks(feeding: Feeding, sample: Batch) -> list[str]:
 def ways_to_cut(feeding: Feeding, sample: Batch) -> Iterator[list[str]]:
     """The model's blocks; then, for those who have no room for a whole one, each block in two parts."""
     if applied_to(feeding.model) is not None:
-        raise ValueError("this model has a plan already: take it off with remove() before looking for its blocks.")
+        raise ValueError(HAS_A_PLAN)
     seen = trace(feeding, sample)
     cuts = _found(seen)
     names = [call.name for call in cuts]
@@ -93,7 +95,7 @@ def _chosen(seen: Trace) -> list[Family]:
 def _families(seen: Trace, scope: Sequence[Call]) -> list[Family]:
     kinds: dict[Any, list[Call]] = {}
     for call in scope:
-        if _is_composite(call.module):
+        if _is_composite(call.module) and not _is_of_weight(call):
             kinds.setdefault(_kind(call.module), []).append(call)
     families = []
     for kind, members in kinds.items():
@@ -115,13 +117,19 @@ def _finest(seen: Trace, family: Family) -> Family:
 def _is_composite(module: nn.Module) -> bool:
     if isinstance(module, _RECURRENT):
         return True
-    return any(True for _ in module.children()) and any(True for _ in module.parameters())
+    parts = [name for name, _ in module.named_children() if name != "parametrizations"]
+    return bool(parts) and any(True for _ in module.parameters())
+
+
+def _is_of_weight(call: Call) -> bool:
+    """Whether it runs inside of what computes a weight: nobody thinks of that as a block."""
+    return "parametrizations" in call.name.split(".")
 
 
 def _kind(module: nn.Module) -> Any:
     if isinstance(module, nn.Sequential):
         return (type(module), tuple(_kind(child) for child in module))
-    return type(module)
+    return type_before_parametrizations(module)  # each that has some is of a class of its own
 
 
 def _is_stack(seen: Trace, members: Sequence[Call]) -> bool:
@@ -184,7 +192,7 @@ def _last_before(seen: Trace, member: Call, members: set[str]) -> Call | None:
 
 def _pieces(seen: Trace) -> list[Call]:
     """Cuts of a model without blocks: about equal in what they save, each before a module with weights."""
-    leaves = sorted(seen.leaves(), key=lambda call: call.ends)
+    leaves = sorted((call for call in seen.leaves() if not _is_of_weight(call)), key=lambda call: call.ends)
     if len(leaves) < 3:
         return []
     possible = []

@@ -24,7 +24,7 @@ _SOONER = "; a smaller --seq-len or --image-size is measured sooner"
 
 def plan_command(
     maker: Annotated[
-        str | None, typer.Argument(help="module:function that returns (model, sample) or (model, sample, loss_fn).")
+        str | None, typer.Argument(help="module:function that returns (model, sample[, loss_fn[, optimizer]]).")
     ] = None,
     app: Annotated[str | None, typer.Option(help="An application: resnet50, bert_base or bert_large.")] = None,
     seq_len: Annotated[int | None, typer.Option(min=8, help="Tokens per sample of a BERT; 512 if not given.")] = None,
@@ -33,6 +33,10 @@ def plan_command(
     memory: Annotated[str | None, typer.Option(help="What the device may reserve: 32GiB, or bytes.")] = None,
     host_memory: Annotated[str | None, typer.Option(help="What offload may use of the host.")] = None,
     one_forward: Annotated[bool, typer.Option(help="Keep the batch whole.")] = False,
+    checkpoint: Annotated[
+        list[str] | None,
+        typer.Option(help="A module to cut at, or a glob; may be given several times."),
+    ] = None,
     compile: Annotated[bool, typer.Option(help="Plan for compiled segments.")] = False,
     bf16: Annotated[bool, typer.Option(help="Train in bfloat16 autocast.")] = True,
     verify: Annotated[bool, typer.Option(help="Run micro-batches, and plan anew if they take more or less.")] = False,
@@ -63,9 +67,9 @@ def plan_command(
     budget = _checked_budget(torch.device(device), device_memory, offloaded)
     _check_paths(out, picture)
     made: tuple[Any, ...] = application(app, seq_len or 512, image_size or 224) if app else _made(str(maker))
-    model, sample, loss_fn = (*made, None)[:3]
+    model, sample, loss_fn, optimizer = (*made, None, None)[:4]
     model = model.to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-4)
     _require_room_for_weights(model, optimizer, budget)
     if device == "cpu":
         typer.echo(f"{_SLOW}{_SOONER if app else ''}.", err=True)
@@ -80,6 +84,7 @@ def plan_command(
             global_batch=global_batch,
             one_forward=one_forward,
             compile=compile,
+            checkpoints=checkpoint or "auto",
             precision=torch.bfloat16 if bf16 else None,
             verify=verify,
             cached=cached,
@@ -110,6 +115,7 @@ def _words() -> "Words":
         one_forward="--one-forward",
         global_batch="--global-batch {}",
         whole="--one-forward keeps it whole",
+        checkpoints="--checkpoint",
     )
 
 
@@ -166,7 +172,7 @@ def _require_room_for_weights(model: Any, optimizer: Any, budget: int) -> None:
     if needed > budget:
         least, most = format_apart(needed, budget)
         typer.echo(
-            f"training needs at least {least} for weights, gradients and AdamW alone, and the "
+            f"training needs at least {least} for weights, gradients and {type(optimizer).__name__} alone, and the "
             f"budget is {most}: give more --memory, or take a smaller model.",
             err=True,
         )
@@ -201,8 +207,7 @@ def _made(maker: str) -> tuple[Any, ...]:
         sys.path.remove("")
     _require_function(maker, function)
     made = function()
-    if not isinstance(made, tuple) or len(made) not in (2, 3):
-        raise typer.BadParameter(
-            f"{maker!r} must return (model, sample) or (model, sample, loss_fn), got a {type(made).__name__}."
-        )
+    if not isinstance(made, tuple) or len(made) not in (2, 3, 4):
+        got = f"{len(made)} values" if isinstance(made, tuple) else f"a {type(made).__name__}"
+        raise typer.BadParameter(f"{maker!r} must return (model, sample[, loss_fn[, optimizer]]), got {got}.")
     return made

@@ -180,6 +180,7 @@ class Profile:
     device: str = ""
     compiled: bool = False
     couples_samples: bool = False  # batch norms, which see a micro-batch at a time
+    loss_couples_samples: bool = False  # so that merging gives another gradient than one forward
     notes: tuple[str, ...] = ()
     unexplained: Line = NOTHING  # bytes that a real step took beyond the prediction
     overrated: int = 0  # bytes that a real step did not take, though they were predicted

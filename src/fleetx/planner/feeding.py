@@ -35,11 +35,21 @@ class Feeding:
 
     def loss(self, batch: Batch) -> Tensor:
         """One forward."""
+        return self.loss_or_other(batch)[0]
+
+    def loss_or_other(self, batch: Batch) -> tuple[Tensor, bool]:
+        """One forward, and whether it gave a loss; else something was made of all that it gave."""
         with self._low_precision():
             output = self._output(batch)
             if self.loss_fn is not None and self.compute is None:
                 _require_losses(output)
-            return _one_number(output)
+            return _one_number(output), all(one.dim() == 0 for one in _with_gradients(_losses(output)))
+
+    def losses(self, batch: Batch) -> list[Tensor] | None:
+        """The numbers that are trained, one by one; None if the model gives none, and its outputs stand for them."""
+        with self._low_precision():
+            found = _with_gradients(_losses(self._output(batch)))
+        return found if found and all(one.dim() == 0 for one in found) else None
 
     def _output(self, batch: Batch) -> Any:
         if self.compute is not None:

@@ -16,6 +16,7 @@ class Words(NamedTuple):
     one_forward: str = "one_forward"
     global_batch: str = "global_batch={}"  # with a number
     whole: str = "one_forward=True keeps it whole"
+    checkpoints: str = "checkpoints=[...]"
 
 
 OF_PLAN = Words()
@@ -76,6 +77,8 @@ def does_not_fit(
             f"take at most {largest:,} samples per micro-batch, by a larger k_steps "
             f"({math.ceil(search.global_batch / largest):,} or more)"
         )
+    elif not search.profile.segments and not is_of_update:
+        remedies.append(f"name modules to cut at with {words.checkpoints}, for no blocks were found")
     elif is_of_update:
         remedies.append("take an optimizer that needs less, or a smaller model")
     elif not one_forward or not remedies:

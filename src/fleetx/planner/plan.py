@@ -14,8 +14,10 @@ from fleetx import memory
 from fleetx.memory import Applied, Segment, applied_to
 from fleetx.memory.experience import Experience
 from fleetx.memory.names import Cuts, find_cuts
+from fleetx.memory.refusing import HAS_A_PLAN
 from fleetx.notices import shown
 from fleetx.planner.chain import Point, State
+from fleetx.slicing import Batch, batch_size, split
 
 FORMAT, VERSION = "fleetx.plan", 1
 _COUNTS = {"micro_batch": 1, "k_steps": 1, "global_batch": 1, "memory": 0, "peak": 0, "host_bytes": 0, "fixed_bytes": 0}
@@ -160,6 +162,13 @@ class Plan:
         limit = self.host_memory if any(segment.home == "host" for segment in segments) else None
         return memory.apply(model, segments, host_memory=limit, compile=self.compile, **compile_options)
 
+    def split(self, batch: Batch) -> list[Batch]:
+        """A batch in micro-batches, as `Step` cuts it: none larger than planned, and no two differ by more than one.
+
+        Any nested tuple, list, dict or dataclass of tensors; smaller batches, such as the last one, have fewer of them.
+        """
+        return split(batch, math.ceil(batch_size(batch) / self.micro_batch))
+
     def _cuts_of(self, model: nn.Module) -> Cuts:
         """Where the model is cut; another one than was planned is refused, though it may have the names that are used.
 
@@ -168,15 +177,21 @@ class Plan:
         if not isinstance(model, nn.Module):
             raise TypeError(f"a plan is put on an nn.Module, not on a {type(model).__name__}: give the planned model.")
         if self.fingerprint and fingerprint_of(model) != self.fingerprint:
+            inside = [name for name, child in model.named_children() if fingerprint_of(child) == self.fingerprint]
+            remedy = (
+                f"This one is around it: give model.{inside[0]}."
+                if inside
+                else "Give the planned model, or make a plan for this one."
+            )
             raise ValueError(
-                "a plan is put on the model that it was made for, got another one: its parameters have other names or "
-                "shapes. Give the planned model, or make a plan for this one."
+                f"a plan is put on the model that it was made for, got another one, a {type(model).__name__}: its "
+                f"parameters have other names or shapes. {remedy}"
             )
         return find_cuts(model, _segments(self.names, self.states))
 
     def _nothing_on(self, model: nn.Module, cuts: Cuts) -> Applied:
         if applied_to(model) is not None:
-            raise ValueError("this model has a plan already: call remove() of the first one before.")
+            raise ValueError(HAS_A_PLAN)
         return Applied(model, Experience(cuts))
 
     def to_json(self) -> str:

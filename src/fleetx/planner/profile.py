@@ -24,6 +24,7 @@ from fleetx.planner.costs import Line, Profile
 from fleetx.planner.counting import EVERYTHING, Counting
 from fleetx.planner.facts import device_name, fact
 from fleetx.planner.feeding import Feeding, bytes_per_sample
+from fleetx.planner.merging import couples_samples
 from fleetx.planner.timing import Timing
 from fleetx.planner.tracing import OTHER_SEED, Trace, dropped, trace
 from fleetx.planner.trials import Trials
@@ -33,6 +34,7 @@ from fleetx.slicing import Batch
 
 _NARROW = State("dear", dear=("attention", "narrow_matmul"))
 STATES = (EVERYTHING, State("inputs"), State("dear"), _NARROW)
+_NO_LOSS = "the model gave no loss, so that the mean of what it gave stood for one: give loss_fn to plan that too."
 _NOT_COMPILED = "bytes are those of code that is not compiled: on a CPU others cannot be counted."
 COMPILED_STATES = (EVERYTHING, State("inputs"), _NARROW)  # each kind of dear outputs is a compilation of its own
 
@@ -165,7 +167,8 @@ class _Measuring:
                 device=device_name(device),
                 compiled=self.trials.compile,
                 couples_samples=any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()),
-                notes=(*update.notes, *counting.notes, *([_NOT_COMPILED] if counting.is_apart else [])),
+                loss_couples_samples=couples_samples(self.feeding, self.trials.batch(4)),
+                notes=(*update.notes, *counting.notes, *self._notes(counting)),
                 gradient_parts=gradient_parts,
                 smallest=smallest,
             )
@@ -191,6 +194,12 @@ class _Measuring:
                 progress.update(task, description=what, completed=done)
 
             yield say
+
+    def _notes(self, counting: Counting) -> Iterator[str]:
+        if counting.is_apart:
+            yield _NOT_COMPILED
+        if not self.seen.has_loss:
+            yield _NO_LOSS
 
     def _smallest(self) -> int:
         """One, if the model takes a single sample: a batch norm over nothing but samples does not."""

@@ -40,6 +40,11 @@ def notes(profile: Profile, best: Found, gap: float, words: Words) -> tuple[str,
     said = list(profile.notes)
     if best.cut.k_steps > 1 and profile.couples_samples:
         said.append(f"batch norms see {best.cut.micro_batch:,} samples at a time, not the whole batch; {words.whole}.")
+    if best.cut.k_steps > 1 and profile.loss_couples_samples:
+        said.append(
+            "the loss of a few samples is no sum or mean over parts of them, as contrastive losses are none: merged "
+            f"micro-batches train something else than the whole batch; {words.whole}."
+        )
     if gap:
         said.append(f"the search was cut short: a plan up to {gap:.2%} faster might exist.")
     return tuple(said)

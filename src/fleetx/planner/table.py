@@ -114,7 +114,7 @@ def as_text(plan: Plan) -> str:
     lines = [
         f"Plan for {plan.device or 'a device'}{', compiled' if plan.compile else ''}",
         f"  {head}",
-        f"  {plan.samples_per_s:,.1f} samples/s, {_seconds(plan.seconds)} per update, peak {of_budget}",
+        f"  {_speed(plan)} per update, peak {of_budget}",
         f"  {_status(plan)}",
         f"  Why: {plan.reason}",
         *(f"  Note: {note}" for note in plan.notes),
@@ -161,14 +161,19 @@ def _shorter(plan: Plan) -> str:
     return f", {count:,} of them with {plan.micro_batch - 1:,}" if count else ""
 
 
+def _speed(plan: Plan) -> str:
+    """What is known if it is known, else what was predicted."""
+    seconds = plan.seconds if plan.measured is None else plan.measured.seconds or plan.seconds
+    return f"{plan.global_batch / seconds:,.1f} samples/s, {_seconds(seconds)}"
+
+
 def _status(plan: Plan) -> str:
     if plan.measured is None:
         return "Predicted, not yet verified by a real step."
     peak, seconds = plan.measured
-    speed = f": {plan.global_batch / seconds:,.1f} samples/s" if seconds else ""
     return (
         f"Verified: a real step took {format_bytes(peak)} ({_difference(peak / plan.peak)}) and {_seconds(seconds)} "
-        f"({_difference(seconds / plan.seconds)}){speed}."
+        f"({_difference(seconds / plan.seconds)}); {plan.samples_per_s:,.1f} samples/s were predicted."
     )
 
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from fleetx.planner.chain import State, evaluate
 from fleetx.planner.costs import Line, OptionCost, Profile, SegmentCost
@@ -242,6 +243,6 @@ def _signature(seen: Trace, cuts: Sequence[str], number: int) -> Any:
         weights = tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in call.module.parameters())
         # Of frozen modules, and of those behind them, the backward is shorter or there is none.
         differentiated = len(call.reads), len(call.gives)
-        kind = (type(call.module), call.module.extra_repr(), call.module.training)
+        kind = (type_before_parametrizations(call.module), call.module.extra_repr(), call.module.training)
         parts.append((kind, call.shapes, weights, differentiated))
     return tuple(parts)

@@ -42,6 +42,7 @@ class Trace:
     samples: int = 0
     blocks: list[int] = field(default_factory=list)  # bytes of each tensor that was saved, in this order
     loss: Tensor | None = None  # holds the graph, which is looked at later
+    has_loss: bool = True  # or the model gave something else, which stood for one
 
     @property
     def once(self) -> list[Call]:
@@ -139,7 +140,7 @@ def trace(feeding: Feeding, sample: Batch, samples: int = 2, *, seed: int | None
             _seed(seed)
         try:
             with torch.autograd.graph.saved_tensors_hooks(saved.count, _never):
-                seen.loss = feeding.loss(batch)
+                seen.loss, seen.has_loss = feeding.loss_or_other(batch)
         except Exception as error:
             if feeding.loss_fn is None and feeding.compute is None and isinstance(sample, tuple | list):
                 error.add_note("FleetX: without loss_fn the model is called with all of the sample, a target included.")

@@ -3,14 +3,18 @@
 import inspect
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fleetx.planner.meter import CountingMeter
+
 _ONLY_VALUES = ("lr", "initial_lr", "weight_decay")  # that cost the same whatever they are
 _SCRATCH, _SCRATCH_ON_GPU = 2**20, 2**24  # elements: as many as keep the device busy
+_SCRATCH_TO_COUNT, _SEVERAL = 2**14, 4  # elements of a parameter, and parameters
 
 
 class UpdateCost(NamedTuple):
@@ -56,10 +60,10 @@ def cost_of_update(model: nn.Module, optimizer: Optimizer | None) -> UpdateCost:
     state_bytes, seconds, working = 0.0, 0.0, 0
     try:
         for settings, elements, dtype in _groups(optimizer, trained):
-            state, took = _tried(optimizer, settings, elements, dtype, trained[0].device)
+            trial = _Trial(optimizer, settings, dtype, trained[0].device)
+            state, took = trial.cost_per_element(elements)
             state_bytes, seconds = state_bytes + state * elements, seconds + took * elements
-            # Implementations that work on lists of tensors need about one more copy meanwhile.
-            working += 0 if settings.get("fused") else elements * dtype.itemsize
+            working += trial.working_bytes(elements, max(p.numel() for p in trained))
     except Exception as error:  # whatever an optimizer of somebody else wants
         size = 2 * sum(_size(p) for p in trained)
         note = (
@@ -92,25 +96,58 @@ def moved_by(optimizer: Optimizer | None, parameters: Sequence[Tensor]) -> list[
     return [p for p in parameters if id(p) in ids or (p.element_size() < 4 and p.shape in masters)]
 
 
-def _tried(
-    optimizer: Optimizer, settings: dict[str, Any], elements: int, dtype: torch.dtype, device: torch.device
-) -> tuple[float, float]:
-    """Bytes of state and seconds per element."""
-    count = min(elements, _SCRATCH_ON_GPU if device.type == "cuda" else _SCRATCH)
-    scratch = nn.Parameter(torch.zeros(max(1, count // 1024), min(1024, count), dtype=dtype, device=device))
-    scratch.grad = torch.ones_like(scratch)
-    accepted = inspect.signature(type(optimizer)).parameters
-    known = {name: value for name, value in settings.items() if name in accepted}
-    took = []
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        trial: Any = type(optimizer)([scratch], **known)  # type: ignore[call-arg]
-        for _ in range(4):
-            _wait(device)
-            began = time.perf_counter()
+class _Trial:
+    """An optimizer of the same kind, on parameters of our own."""
+
+    def __init__(
+        self, optimizer: Optimizer, settings: dict[str, Any], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        accepted = inspect.signature(type(optimizer)).parameters
+        self._settings = {name: value for name, value in settings.items() if name in accepted}
+        self._kind: Any = type(optimizer)
+        self._dtype, self._device = dtype, device
+
+    def cost_per_element(self, elements: int) -> tuple[float, float]:
+        """Bytes of state and seconds."""
+        count = min(elements, _SCRATCH_ON_GPU if self._device.type == "cuda" else _SCRATCH)
+        scratch, took = self._scratch(max(1, count // 1024), min(1024, count)), []
+        with self._own_random_numbers():
+            trial = self._kind([scratch], **self._settings)
+            for _ in range(4):
+                _wait(self._device)
+                began = time.perf_counter()
+                trial.step()
+                _wait(self._device)
+                took.append(time.perf_counter() - began)
+        return _held(trial) / scratch.numel(), min(took) / scratch.numel()
+
+    def working_bytes(self, elements: int, largest: int) -> int:
+        """What an update takes meanwhile: for all parameters at once, or for one after the other."""
+        if self._device.type == "cuda":
+            # Implementations that work on lists of tensors need about one more copy meanwhile.
+            return 0 if self._settings.get("fused") else elements * self._dtype.itemsize
+        alone, together = self._peak(1), self._peak(_SEVERAL)
+        at_once = max(0.0, (together - alone) / (_SEVERAL - 1))
+        return int(at_once * elements + max(0.0, alone - at_once) * largest)
+
+    def _peak(self, count: int) -> float:
+        """Bytes beyond those before, by element of one of some equal parameters, in an update that is not the first."""
+        scratch = [self._scratch(_SCRATCH_TO_COUNT // 64, 64) for _ in range(count)]
+        with self._own_random_numbers():
+            trial = self._kind(scratch, **self._settings)
             trial.step()
-            _wait(device)
-            took.append(time.perf_counter() - began)
-    return _held(trial) / scratch.numel(), min(took) / scratch.numel()
+            with CountingMeter() as meter:
+                trial.step()
+                return meter.take_peak() / _SCRATCH_TO_COUNT
+
+    def _scratch(self, *shape: int) -> nn.Parameter:
+        """Ones: of a weight without length some optimizers have something to say."""
+        scratch = nn.Parameter(torch.ones(shape, dtype=self._dtype, device=self._device))
+        scratch.grad = torch.ones_like(scratch)
+        return scratch
+
+    def _own_random_numbers(self) -> AbstractContextManager[None]:
+        return torch.random.fork_rng([self._device] if self._device.type == "cuda" else [])
 
 
 def _held(optimizer: Optimizer) -> int:
