@@ -189,6 +189,17 @@ def test_batches_that_are_larger_than_planned_are_told_of_once(caplog):
     assert caplog.text.count("a batch has 32 samples, and the plan is for 16") == 1
 
 
+def test_inputs_that_are_longer_than_planned_are_told_of_once(caplog):
+    _told.clear()
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+    chosen = fleet.DistributedStrategy(recompute=True)
+    chosen.recompute_configs = {"checkpoints": "auto", "memory_budget": "1MiB"}
+    step = X.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss, chosen)
+    for length in (4, 4, 2, 40, 40):
+        step((torch.randn(4, length, 8), torch.randn(4, length, 8)))
+        assert caplog.text.count("numbers per sample, and the plan was made with 64") == int(length > 4)
+
+
 def test_a_first_batch_of_another_size_than_the_global_batch_is_refused():
     model, optimizer = prepared(strategy({"global_batch": 64}, k_steps=1))
     with pytest.raises(ValueError, match="global_batch is 64, but the first batch has 16 samples. Give"):

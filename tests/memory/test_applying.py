@@ -396,3 +396,15 @@ def test_segments_must_be_a_list(segments):
 def test_states_that_make_no_sense_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         memory.Segment("0", **options)
+
+
+def test_a_warning_leads_to_whoever_called_the_model():
+    class Skips(nn.Sequential):
+        def forward(self, x):
+            return self[0](x)
+
+    model = Skips(nn.Linear(4, 4), nn.Linear(4, 4))
+    memory.apply(model, ["0", "1"])
+    with pytest.warns(UserWarning, match="did not come to 1") as told:
+        model(torch.randn(2, 4))
+    assert told[0].filename == __file__

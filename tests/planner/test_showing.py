@@ -260,3 +260,34 @@ def test_wrong_arguments_are_explained(app, maker, arguments, message):
 def test_the_applications_samples_can_be_fed_to_them():
     model, sample = application("resnet50", 512, 32)
     assert torch.isfinite(model(**sample)["loss"])
+
+
+WITH_OPTIMIZER = """
+import torch
+from torch import nn
+
+def make():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4)))
+    return model, (torch.randn(4, 16), torch.randn(4, 16)), nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=1)
+
+def too_many():
+    return make() + (1,)
+"""
+
+
+def test_the_command_takes_cuts_and_an_optimizer(app, tmp_path, monkeypatch):
+    (tmp_path / "with_optimizer.py").write_text(WITH_OPTIMIZER)
+    monkeypatch.chdir(tmp_path)
+    cut = ["--checkpoint", "1", "--checkpoint", "2", "--checkpoint", "3", "--no-cached", "--no-bf16", "--json"]
+    done = runner.invoke(app, ["with_optimizer:make", "--memory", "1MiB", *cut])
+    assert done.exit_code == 0
+    plan = Plan.from_json(done.stdout)
+    assert plan.names == ("1", "2", "3")
+    assert plan.peak_by_kind.get("optimizer", 0) == 0  # SGD has no state
+    done = runner.invoke(app, ["with_optimizer:make", "--memory", "1MiB", "--checkpoint", "blocks"])
+    assert done.exit_code == 2
+    assert "the model has no module 'blocks' to cut at" in " ".join(done.output.split())
+    done = runner.invoke(app, ["with_optimizer:too_many", "--memory", "1MiB"])
+    assert done.exit_code == 2
+    assert "got 5 values" in done.output
+    sys.modules.pop("with_optimizer", None)

@@ -47,7 +47,7 @@ def check(
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be True or False, got {shown(value)}: write {name}=True or {name}=False.")
-    _check_checkpoints(model, checkpoints)
+    check_checkpoints(model, checkpoints)
     _check_sample(sample)
     _check_memory(model, sample)
     _check_loss(loss_fn)
@@ -147,7 +147,8 @@ def _check_bandwidth(bandwidth: object) -> None:
         raise ValueError(f"{rule}, got {shown(bandwidth)}: {remedy}.")
 
 
-def _check_checkpoints(model: nn.Module, checkpoints: object) -> None:
+def check_checkpoints(model: nn.Module, checkpoints: object) -> None:
+    """They name modules of the model, or leave the choice to FleetX."""
     rule = 'checkpoints must be a list of names or "auto"'
     if isinstance(checkpoints, str):
         if checkpoints.lower() == "auto" != checkpoints:

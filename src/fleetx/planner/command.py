@@ -49,6 +49,7 @@ def plan_command(
     import torch
 
     from fleetx import planner
+    from fleetx.planner.asked import check_checkpoints
     from fleetx.planner.picture import draw_plan
     from fleetx.planner.samples import APPLICATIONS, application
 
@@ -70,6 +71,10 @@ def plan_command(
     model, sample, loss_fn, optimizer = (*made, None, None)[:4]
     model = model.to(device)
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-4)
+    try:
+        check_checkpoints(model, checkpoint or "auto")
+    except ValueError as error:
+        raise typer.BadParameter(f"--checkpoint: {error}") from error
     _require_room_for_weights(model, optimizer, budget)
     if device == "cpu":
         typer.echo(f"{_SLOW}{_SOONER if app else ''}.", err=True)
