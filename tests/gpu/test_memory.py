@@ -18,7 +18,11 @@ from tests.jobs.starting import ROOT, start
 from tests.memory.comparing import STATES, Example, assert_exact, cycled, step
 from tests.memory.zoo import MODELS
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:::torch")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:::torch"),
+    pytest.mark.filterwarnings("ignore:of the segment that ends at .* only the inputs are saved"),
+]
 MIB = 2**20
 
 

@@ -124,6 +124,7 @@ def test_a_budget_that_the_device_does_not_have_is_lowered_and_said_so():
 
 
 @pytest.mark.filterwarnings("ignore:::torch")  # its compiler's own
+@pytest.mark.filterwarnings("ignore:of the segment that ends at .* only the inputs are saved")
 def test_compiled_segments_are_planned():
     model, (sample, *_) = make(), batches(1)
     plan = X.plan(model, sample, loss_fn=nn.functional.mse_loss, memory="1GiB", global_batch=64, compile=True)

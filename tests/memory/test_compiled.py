@@ -6,7 +6,10 @@ import torch
 from tests.memory.comparing import STATES, assert_exact, cycled
 from tests.memory.zoo import MODELS
 
-pytestmark = pytest.mark.filterwarnings("ignore:::torch")  # of a compiler that looks at everything
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:::torch"),  # of a compiler that looks at everything
+    pytest.mark.filterwarnings("ignore:of the segment that ends at .* only the inputs are saved"),
+]
 FEW = [("lstm", "mixed"), pytest.param("resnet", "inputs-host", marks=pytest.mark.full)]
 
 

@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from fleetx import memory
+from fleetx.memory.recompute import Repetition
+from fleetx.memory.tape import pointer_of
 from tests.memory.comparing import STATES, assert_exact, cycled, some_states, step
 from tests.memory.test_structures import example, in_each_state, linear
 from tests.memory.zoo import normal
@@ -260,3 +262,15 @@ def test_parameters_that_are_replaced_between_forward_and_backward():
         loss.backward()
         gradients.append([weight.grad for weight in weights])
     assert all(map(torch.equal, *gradients))
+
+
+def test_memory_of_a_copy_stays_its_own_though_the_copy_gets_other_memory():
+    """Else a tensor that happens to get it would be taken for a buffer's copy, which autograd is not asked about."""
+    repetition = Repetition.__new__(Repetition)
+    repetition.copies = {}
+    copy = torch.randn(16)
+    pointer = pointer_of(copy)
+    repetition._note_copy(copy)
+    copy.data = torch.randn(16)
+    assert pointer not in {pointer_of(torch.empty(16)) for _ in range(3)}
+    assert pointer not in {pointer_of(one) for one in [torch.empty(16) for _ in range(64)]}

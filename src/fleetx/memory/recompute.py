@@ -218,7 +218,7 @@ class Repetition:
         self.collected: dict[int, tuple[Tensor, int]] = {}
         self.saves = range(0)  # numbers of the tensors that the present call saves
         self.number = 0  # of the next one
-        self.copies: dict[int | None, Tensor] = {}  # of buffers, which are not saved
+        self.copies: dict[int, torch.UntypedStorage] = {}  # memory of buffers' copies, which are not saved
         self._hooks = shielded(self.collect, frame.is_compiled), shielded(self.give, frame.is_compiled)
 
     def run(self) -> dict[int, tuple[Tensor, int]]:
@@ -261,7 +261,8 @@ class Repetition:
         giving = nullcontext() if call.dear is None else dear.Giving(call.dear)
         restored = nullcontext([]) if call.snapshot is None else call.snapshot.restored()
         with restored as buffers, torch.autograd.graph.saved_tensors_hooks(*self._hooks), giving:
-            self.copies.update((pointer_of(buffer), buffer) for buffer in buffers)
+            for buffer in buffers:
+                self._note_copy(buffer)
             yield
         if self.number < self.saves.stop:
             raise RuntimeError(self.different(None))
@@ -331,8 +332,14 @@ class Repetition:
             with torch.enable_grad():
                 fresh = fresh.clone()
         if external.is_kept:
-            self.copies[pointer_of(fresh)] = fresh
+            self._note_copy(fresh)
         return fresh
+
+    def _note_copy(self, tensor: Tensor) -> None:
+        """Its memory is held, not the tensor: that may be given other memory, and this would become somebody else's."""
+        pointer = pointer_of(tensor)
+        if pointer is not None:
+            self.copies[pointer] = tensor.untyped_storage()
 
     def different(self, tensor: Tensor | None) -> str:
         """What is said if the segment did something else."""
