@@ -1,5 +1,6 @@
 from collections import OrderedDict
-from dataclasses import InitVar, dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -85,53 +86,47 @@ def test_what_a_dataclass_was_given_after_it_was_made_is_sliced_too():
 
 
 @dataclass
-class Derived:
+class Masked:
     x: torch.Tensor
-    count: int = field(init=False)
     name: str = field(init=False, default="a batch")
-    by_class: torch.Tensor = field(init=False)
 
     def __post_init__(self):
-        self.count = len(self.x)
         self.mask = self.x > 2
-        self.half = self.count / 2
-        self.by_class = torch.ones(3)
-        self.tag = "made"
+        self.x = self.x / 2  # would be done twice if parts were made anew
+        self.is_ready = True
 
 
-def test_what_a_dataclass_derives_from_its_fields_is_derived_of_each_part():
-    batch = Derived(torch.arange(8.0))
-    batch.tag = "set since"
+def test_what_a_dataclass_makes_for_each_sample_is_cut_and_nothing_is_made_twice():
+    batch = Masked(torch.arange(8.0))
     pieces = slicing.split(batch, 4)
-    assert [(piece.count, piece.half, piece.name, piece.tag) for piece in pieces] == [
-        (2, 1.0, "a batch", "set since")
-    ] * 4
     assert torch.cat([piece.mask for piece in pieces]).tolist() == (torch.arange(8) > 2).tolist()
-    assert all(piece.by_class.tolist() == [1, 1, 1] for piece in pieces)
-    assert batch.count == 8
-
-
-def test_all_tensors_of_a_dataclass_move():
-    moved = slicing.map_tensors(Derived(torch.arange(8.0)), lambda tensor: tensor.to("meta"))
-    assert moved.x.is_meta
-    assert moved.mask.is_meta
-    assert moved.by_class.is_meta
-    assert moved.count == 8
+    assert torch.cat([piece.x for piece in pieces]).tolist() == (torch.arange(8.0) / 2).tolist()
+    assert all(piece.name == "a batch" and piece.is_ready for piece in pieces)
 
 
 @dataclass
-class NeedsMore:
+class Makes:
     x: torch.Tensor
-    scale: InitVar[float]
-    count: int = field(init=False)
+    make: Callable = None
 
-    def __post_init__(self, scale):
-        self.count = int(len(self.x) * scale)
+    def __post_init__(self):
+        self.made, self.make = self.make(self.x), None
 
 
-def test_a_dataclass_that_cannot_be_made_of_its_fields_is_copied():
-    pieces = slicing.split(NeedsMore(torch.arange(4.0), 2.0), 2)
-    assert [(piece.x.tolist(), piece.count) for piece in pieces] == [([0, 1], 8), ([2, 3], 8)]
+@pytest.mark.parametrize("make", [len, lambda x: len(x) / 2, torch.sum, lambda x: torch.ones(3)])
+def test_what_a_dataclass_makes_of_the_whole_batch_is_refused_if_it_is_cut(make):
+    batch = Makes(torch.arange(8.0), make)
+    assert slicing.batch_size(batch) == 8
+    assert slicing.split(batch, 1) == [batch]
+    for nested, path in ((batch, "batch"), ({"a": [batch]}, r"batch\['a'\]\[0\]")):
+        with pytest.raises(TypeError, match=rf"{path}\.made is made by Makes itself, .*: make it a property"):
+            slicing.split(nested, 4)
+
+
+def test_all_tensors_of_a_dataclass_move():
+    moved = slicing.map_tensors(Makes(torch.arange(8.0), torch.sum), lambda tensor: tensor.to("meta"))
+    assert moved.x.is_meta
+    assert moved.made.is_meta
 
 
 @dataclass(frozen=True, slots=True)

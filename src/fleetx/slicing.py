@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 Batch = Any
-_PLAIN = (bool, int, float, str, type(None))
 
 
 def batch_size(batch: Batch) -> int:
@@ -31,42 +30,36 @@ def batch_size(batch: Batch) -> int:
 def split(batch: Batch, parts: int) -> list[Batch]:
     """Cut `batch` into `parts` views whose sizes differ by at most one; fewer when it has fewer samples.
 
-    Numbers, None and tensors without dimensions go whole into each part. What a dataclass derives from its fields in
-    `__post_init__`, a count say, is derived anew for each part.
+    Numbers, None and tensors without dimensions go whole into each part.
     """
     size = batch_size(batch)
     parts = min(parts, size)
     if parts == 1:
         return [batch]
+    _require_nothing_derived(batch, size, "batch")
     base, longer = divmod(size, parts)
     pieces, start = [], 0
     for part in range(parts):
         length = base + (part < longer)
-        pieces.append(_map(batch, _narrowing(start, length, size), is_part=True))
+        pieces.append(map_tensors(batch, _narrowing(start, length)))
         start += length
     return pieces
 
 
 def map_tensors(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
     """The same structure with `function` applied to each tensor."""
-    return _map(batch, function, is_part=False)
-
-
-def _map(batch: Batch, function: Callable[[Tensor], Tensor], *, is_part: bool) -> Batch:
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, Mapping):
-        mapped = {key: _map(value, function, is_part=is_part) for key, value in batch.items()}
+        mapped = {key: map_tensors(value, function) for key, value in batch.items()}
         return mapped if type(batch) is dict else _filled(batch, mapped)
     if _is_dataclass(batch):
-        clone = copy.copy(batch)  # not made anew: it may have been changed since it was made
-        for name, value in _held(batch).items():
-            object.__setattr__(clone, name, _map(value, function, is_part=is_part))
-        if is_part and hasattr(batch, "__post_init__"):
-            _derive_anew(clone, batch)
+        clone = copy.copy(batch)  # not made anew: it may have been changed since, or change what it is given
+        for name, value in (_given(batch) | _derived(batch)).items():
+            object.__setattr__(clone, name, map_tensors(value, function))
         return clone
     if isinstance(batch, tuple | list):
-        items = [_map(item, function, is_part=is_part) for item in batch]
+        items = [map_tensors(item, function) for item in batch]
         # A named tuple takes its fields one by one.
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     return batch
@@ -76,17 +69,46 @@ def _is_dataclass(batch: Batch) -> bool:
     return dataclasses.is_dataclass(batch) and not isinstance(batch, type)
 
 
-def _derive_anew(part: Any, whole: Any) -> None:
-    """What a dataclass makes of its fields itself is made of the part's; but not what somebody has set since."""
-    try:
-        made, expected = dataclasses.replace(part), dataclasses.replace(whole)
-    except ValueError:  # it takes more than its fields to make one
-        return
-    given = {name for name, _ in _given(whole)}
-    for name, value in _held(made).items():
-        is_derived = name not in given and type(value) in _PLAIN and _held(expected).get(name) == _held(whole).get(name)
-        if is_derived:
-            object.__setattr__(part, name, value)
+def _given(batch: Any) -> dict[str, Any]:
+    """The fields of a dataclass that it is made of."""
+    return {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.init and hasattr(batch, f.name)}
+
+
+def _derived(batch: Any) -> dict[str, Any]:
+    """What else a dataclass holds: fields that it makes itself, and other attributes."""
+    own = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if hasattr(batch, f.name)}
+    given = _given(batch)
+    return {name: value for name, value in (own | getattr(batch, "__dict__", {})).items() if name not in given}
+
+
+def _require_nothing_derived(batch: Batch, size: int, path: str) -> None:
+    """What a dataclass makes of a whole batch is not what it would make of a part: a count, a sum.
+
+    To make the parts anew would not do either: it may change what it is given, and would do so twice. Tensors with a
+    row for each sample are cut, whoever made them.
+    """
+    if isinstance(batch, Mapping):
+        for key, value in batch.items():
+            _require_nothing_derived(value, size, f"{path}[{key!r}]")
+    elif isinstance(batch, tuple | list):
+        for index, value in enumerate(batch):
+            _require_nothing_derived(value, size, f"{path}[{index}]")
+    elif _is_dataclass(batch):
+        for name, value in _given(batch).items():
+            _require_nothing_derived(value, size, f"{path}.{name}")
+        for name, value in _derived(batch).items() if hasattr(batch, "__post_init__") else ():
+            if _is_of_all(value, size):
+                raise TypeError(
+                    f"{path}.{name} is made by {type(batch).__name__} itself, of the whole batch, and its parts need "
+                    "others: make it a property, or a field that is given."
+                )
+
+
+def _is_of_all(value: Any, size: int) -> bool:
+    """Whether it may say something of a batch as a whole."""
+    if isinstance(value, Tensor):
+        return value.dim() == 0 or len(value) != size
+    return isinstance(value, int | float | complex) and not isinstance(value, bool)
 
 
 def _filled(original: Mapping, values: dict[str, Any]) -> Any:
@@ -99,19 +121,8 @@ def _filled(original: Mapping, values: dict[str, Any]) -> Any:
     return clone
 
 
-def _given(batch: Any) -> list[tuple[str, Any]]:
-    """The fields of a dataclass that it is made of."""
-    return [(f.name, getattr(batch, f.name)) for f in dataclasses.fields(batch) if f.init and hasattr(batch, f.name)]
-
-
-def _held(batch: Any) -> dict[str, Any]:
-    """All that a dataclass holds: its fields, and what else was set."""
-    fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if hasattr(batch, f.name)}
-    return fields | getattr(batch, "__dict__", {})
-
-
-def _narrowing(start: int, length: int, size: int) -> Callable[[Tensor], Tensor]:
-    return lambda leaf: leaf.narrow(0, start, length) if _is_sliced(leaf) and len(leaf) == size else leaf
+def _narrowing(start: int, length: int) -> Callable[[Tensor], Tensor]:
+    return lambda leaf: leaf.narrow(0, start, length) if _is_sliced(leaf) else leaf
 
 
 def _is_sliced(leaf: Any) -> bool:
@@ -126,7 +137,7 @@ def _leaves(batch: Batch, path: str) -> Iterator[tuple[str, Any]]:
         for index, value in enumerate(batch):
             yield from _leaves(value, f"{path}[{index}]")
     elif _is_dataclass(batch):
-        for name, value in _given(batch):
+        for name, value in _given(batch).items():
             yield from _leaves(value, f"{path}.{name}")
     elif batch is None or isinstance(batch, Tensor | bool | int | float):
         yield path, batch

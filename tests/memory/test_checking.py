@@ -160,6 +160,17 @@ def test_another_hook_is_another_way_to_run():
     assert counts == [2, 1, 1, 1, 1] + [0] * 5
 
 
+def test_a_hook_that_was_made_with_another_function_is_another_one():
+    def made(function):
+        return lambda _module, _args, output: function(output)
+
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 1))
+    memory.apply(model, ["0"])
+    functions = [lambda output: output * 2, lambda output: output * 3, partial(torch.mul, other=2), Quiet()]
+    counts = counted_checks(model, lambda number: model[0].register_forward_hook(made(functions[number % 4])), 8)
+    assert counts == [2, 1, 1, 1, 0, 0, 0, 0]
+
+
 def print_nothing(*_):
     pass
 
@@ -382,10 +393,39 @@ def test_what_has_no_direction_is_taken_for_equal():
         *(torch.ones(4, 4)[:, :2], torch.ones(4, 4).to_sparse(), torch.ones(2, dtype=torch.complex64)),
     ):
         assert checking.checksum(tensor) is None
+    assert checking.checksum(torch.ones(5).as_strided((2, 2), (0, 3))) is None
     endless = checking.checksum(torch.full((3,), float("inf")))
     assert checking.is_equal(endless, endless)
-    other_way = checking.checksum(torch.ones(3, 4).t().contiguous().t())
-    assert checking.is_equal(checking.checksum(torch.ones(3, 4)), other_way)
+    other_way = torch.ones(3, 4).t().contiguous().t()
+    assert checking.is_equal(checking.checksum(torch.ones(3, 4)), checking.checksum(other_way))
+    assert not checking.is_equal(checking.checksum(torch.ones(3, 4)), checking.checksum(2 * other_way))
+
+
+@pytest.mark.usefixtures("rounding")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1, 600])
+def test_no_part_of_a_large_tensor_is_left_out_and_no_sum_is_too_large(dtype, scale):
+    torch.manual_seed(0)
+    tensor = (torch.randn(15, 1000) * scale).to(dtype)
+    exchanged = tensor.clone()
+    exchanged[9:] = tensor[9:].flip(0)
+    assert torch.isfinite(checking.checksum(tensor).lengths).all()
+    assert not checking.is_equal(checking.checksum(tensor), checking.checksum(exchanged))
+    other = (torch.randn(15, 1000) * scale).to(dtype)
+    assert not checking.is_equal(checking.checksum(tensor), checking.checksum(other))
+
+
+def test_bits_are_compared_where_kernels_must_give_the_same():
+    device = torch.device("cuda")
+    assert checking.gives_same_bits(torch.device("cpu"))
+    assert not checking.gives_same_bits(device)
+    try:
+        torch.use_deterministic_algorithms(True)
+        assert checking.gives_same_bits(device)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        assert not checking.gives_same_bits(device)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.usefixtures("rounding")

@@ -469,3 +469,78 @@ class Fresh(nn.Module):
 @pytest.mark.parametrize(("save", "home"), STATES)
 def test_fresh_memory_between_modules_is_not_compared(save, home):
     compared(Fresh, [":sin"], save, home)
+
+
+class Fills(nn.Module):
+    """Each time one more in an empty holder, and what they do depends on how many there are."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, held):
+        place = len(held)
+        if isinstance(held, dict):
+            held[place] = x
+        else:
+            held.append(x)
+        return torch.tanh(self.linear(x) * (1 + len(held)))
+
+
+class FillsAll(nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.blocks, self.make = nn.ModuleList(Fills() for _ in range(3)), make
+
+    def forward(self, x):
+        held = self.make()
+        for block in self.blocks:
+            x = block(x, held)
+        return x
+
+
+@pytest.mark.parametrize(("save", "home"), STATES)
+@pytest.mark.parametrize("make", [dict, list, OwnDict, OwnList, Ordered])
+def test_holders_that_start_empty_are_empty_again(make, save, home):
+    compared(lambda: FillsAll(make), ["blocks.0", "blocks.1", "blocks.2"], save, home)
+
+
+class GivesPart(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 8)
+
+    def forward(self, x):
+        return self.linear(x)[:, :4]
+
+
+class WritesToPart(nn.Module):
+    """A view with gaps, which is written to after it was read: it is kept as a copy without gaps."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = GivesPart(), nn.Linear(4, 4)
+        self.second = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).requires_grad_(False)
+
+    def forward(self, x):
+        part = self.first(x)
+        other = self.second(part)
+        part.mul_(2)
+        return self.last(part + other)
+
+
+@pytest.mark.parametrize(("save", "home"), STATES)
+@pytest.mark.parametrize("cuts", [["first", "second"], ["second"]])
+def test_views_with_gaps_that_are_written_to_later(cuts, save, home):
+    compared(WritesToPart, cuts, save, home)
+
+
+@pytest.mark.filterwarnings("ignore:the segment that ends at blocks.0 keeps everything, .* is changed later")
+@pytest.mark.parametrize(("save", "home"), STATES)
+def test_after_a_refusal_the_segment_keeps_everything(save, home):
+    model = Refills(at_once=False)
+    memory.apply(model, [memory.Segment("blocks.0", save, home)])
+    with pytest.raises(RuntimeError, match="From the next forward on this segment keeps everything"):
+        sum_of_squares(model(normal(1, 3, 4))).backward()
+    for number in range(3):
+        sum_of_squares(model(normal(number, 3, 4))).backward()

@@ -161,3 +161,19 @@ def test_a_model_with_a_plan_is_refused():
 def test_what_computes_a_weight_is_no_block(wrap):
     blocks = (nn.Sequential(wrap(nn.Linear(8, 16)), nn.GELU(), wrap(nn.Linear(16, 8))) for _ in range(4))
     assert find_blocks(Feeding(nn.Sequential(*blocks)), torch.randn(4, 8)) == ["0", "1", "2", "3"]
+
+
+class Shuffles(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(6))
+
+    def forward(self, x):
+        for place in torch.randperm(6).tolist():
+            x = self.blocks[place](x)
+        return x
+
+
+def test_blocks_that_change_places_are_refused():
+    with pytest.raises(ValueError, match=r"'blocks\.\d' and 'blocks\.\d' changed places"):
+        find_blocks(Feeding(Shuffles()), torch.randn(4, 4))

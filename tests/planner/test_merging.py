@@ -94,3 +94,20 @@ def test_a_model_without_a_loss_is_planned_with_a_note():
         nn.Linear(6, 6), (torch.randn(4, 6),) * 2, loss_fn=functional.mse_loss, memory="1MiB", cached=False
     )
     assert not any("gave no loss" in note for note in with_loss.notes)
+
+
+class MergesInEvaluation(nn.Linear):
+    """As layers do that add a small update to their weights when they are evaluated."""
+
+    def train(self, mode=True):
+        if self.training != mode:
+            self.weight.data += 1 if not mode else -1
+        return super().train(mode)
+
+
+def test_weights_that_change_in_evaluation_stay_as_they_are():
+    model = nn.Sequential(*(nn.Sequential(MergesInEvaluation(6, 6), nn.Tanh()) for _ in range(3)))
+    before = [parameter.clone() for parameter in model.parameters()]
+    fleetx.plan(model, (torch.randn(4, 6),) * 2, loss_fn=functional.mse_loss, memory="1MiB", cached=False)
+    assert all(map(torch.equal, model.parameters(), before))
+    assert all(module.training for module in model.modules())

@@ -1,8 +1,12 @@
 """What a model is trained with is left as it was, too."""
 
+import random
+
+import numpy as np
 import torch
 from torch import nn
 
+import fleetx
 from fleetx.planner.untouched import untouched
 
 
@@ -49,3 +53,22 @@ def test_parameters_that_loss_and_model_share_have_one_gradient():
         model(torch.ones(1, 2)).sum().backward()
         assert torch.equal(model.weight.grad, torch.ones(2, 2))  # from nothing
     assert torch.equal(model.weight.grad, torch.ones(2, 2))
+
+
+class DrawsElsewhere(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        self.held = [random.Random(1), np.random.default_rng(2), np.random.RandomState(3)]
+        self.first, self.second, self.third = self.held
+
+    def forward(self, x):
+        return self.block(x) * self.first.random() * self.second.random() * self.third.random_sample()
+
+
+def test_generators_of_other_libraries_are_as_before_a_plan():
+    model, same = DrawsElsewhere(), DrawsElsewhere()
+    fleetx.plan(model, torch.randn(4, 4), memory="1MiB", cached=False)
+    assert model.first.random() == same.first.random()
+    assert model.second.random() == same.second.random()
+    assert model.third.random_sample() == same.third.random_sample()

@@ -103,4 +103,5 @@ class PlannedStep:
 
 
 def _numbers_in(batch: Batch) -> int:
-    return sum(tensor.numel() for tensor in tensors_in(batch))
+    size = batch_size(batch)
+    return sum(tensor.numel() for tensor in tensors_in(batch) if tensor.dim() and len(tensor) == size)

@@ -1,5 +1,6 @@
 """Outputs that are saved because they take long to compute again: noted below autograd, given back when asked again."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -30,6 +31,7 @@ KINDS: dict[str, tuple[Any, ...]] = {
     ),
 }
 
+_UNKNOWN = object()  # stands for a tensor that nothing tells from others
 _UNSEEN_VIEWS = frozenset({aten.unsafe_split, aten.unsafe_split_with_sizes, aten.unsafe_chunk})
 """Their outputs share memory with their input, but not its version: who writes to them, as nn.GRU does, is not seen."""
 
@@ -129,9 +131,7 @@ class Saved:
             return True
         now = _read(args, kwargs)
         both = zip(self.read, now, strict=False)
-        return len(self.read) == len(now) and all(
-            is_equal(one, two) if isinstance(one, Checksum) else one == two for one, two in both
-        )
+        return len(self.read) == len(now) and all(itertools.starmap(_is_same, both))
 
     def park(self, park: Callable[[Tensor], View]) -> None:
         """Send the outputs that are worth it to the host."""
@@ -175,7 +175,13 @@ class Different(Exception):  # noqa: N818 - it reads as what it says
 def _read(args: Sequence[Any], kwargs: Any) -> list[Any]:
     """Of tensors their checksums, and all else as it is."""
     values = pytree.tree_leaves((args, kwargs or {}))
-    return [checksum(value) if isinstance(value, Tensor) else value for value in values]
+    return [(checksum(value) or _UNKNOWN) if isinstance(value, Tensor) else value for value in values]
+
+
+def _is_same(one: Any, two: Any) -> bool:
+    if one is _UNKNOWN or two is _UNKNOWN:
+        return True
+    return is_equal(one, two) if isinstance(one, Checksum) and isinstance(two, Checksum) else one == two
 
 
 def _present(value: Any) -> Any:

@@ -31,6 +31,7 @@ class Learned:
     lost: int = 0  # how often in a row it could not be repeated
     fills_late: bool = False  # whether something in it is saved first and filled then
     is_divided: bool = False  # whether the compiler can save its dear outputs alone
+    changes_later: str = ""  # what of it would have to be as it was, and is not
     moves_generators: bool = False  # whether something in it that is not repeated draws random numbers, or seeds
     proven: set[int] = field(default_factory=set)  # ways to run in which it gave the same when it was repeated
 
@@ -39,6 +40,10 @@ class Learned:
         if len(self.proven) >= _MOST_PROVEN:
             self.proven.clear()
         self.proven.add(way)
+
+    def note_changed_later(self, kinds: str) -> None:
+        """Arguments of these kinds hold other tensors by the time of the backward: from now on it keeps everything."""
+        self.changes_later = f"a {kinds} is changed later, into which nobody can look"
 
     def note_moved_generators(self) -> None:
         """From now on it is noted where they are before each call that draws."""

@@ -19,6 +19,30 @@ def is_generator(value: Any) -> bool:
     return numpy is not None and isinstance(value, numpy.random.Generator | numpy.random.RandomState)
 
 
+def state_of(generator: Any) -> Any:
+    """What `put_state` takes."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return copy.deepcopy(generator.bit_generator.state if _is_new(generator) else generator.get_state())
+
+
+def put_state(generator: Any, state: Any) -> None:
+    """From now on it draws what it drew then."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif not isinstance(generator, torch.Generator) and _is_new(generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+def _is_new(generator: Any) -> bool:
+    """Whether it is one of numpy's newer ones."""
+    return hasattr(generator, "bit_generator")
+
+
 @dataclass(eq=False)
 class Drawn:
     """A generator as it was."""

@@ -2,12 +2,14 @@
 
 import itertools
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from torch import nn
 
 _MOST = 32  # ways that are remembered
+_DEEPEST = 4  # functions in functions are looked at so far
 
 
 class Modes:
@@ -46,8 +48,24 @@ def _codes(hooks: Mapping[int, Any]) -> list[Any]:
     return [_code(hook) for hook in hooks.values()]
 
 
-def _code(hook: Any) -> Any:
+def _code(hook: Any, depth: int = 0) -> Any:
+    """What a hook does: its code, and that of the functions that it was made with."""
+    if isinstance(hook, nn.Module) or depth > _DEEPEST:
+        return type(hook)
     if isinstance(hook, partial):
-        return _code(hook.func)
+        held = [hook.func, *hook.args, *hook.keywords.values()]
+        return (partial, *(_code(one, depth + 1) for one in held if callable(one)))
     function = getattr(hook, "__func__", hook)  # that of a bound method
-    return getattr(function, "__code__", type(function))
+    held = [getattr(hook, "__self__", None), *_in_closure(function)]
+    if not hasattr(function, "__code__"):
+        held += getattr(function, "__dict__", {}).values()
+    within = tuple(_code(one, depth + 1) for one in held if callable(one) and one is not hook)
+    return getattr(function, "__code__", type(function)), within
+
+
+def _in_closure(function: Any) -> list[Any]:
+    cells = []
+    for cell in getattr(function, "__closure__", None) or ():
+        with suppress(ValueError):  # it is still empty
+            cells.append(cell.cell_contents)
+    return cells

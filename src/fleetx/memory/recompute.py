@@ -97,6 +97,7 @@ class Frame:
         self.is_checked = False  # whether what its modules give must be the same again
         self.proven: Callable[[], None] = lambda: None  # called when it was
         self.notes_random = False  # whether it is noted where generators are before calls that draw
+        self.changed_later: Callable[[str], None] = lambda _kinds: None  # called if something hidden was changed
         self.moved_generators: Callable[[], None] = lambda: None  # called if that was needed
         self.lost = ""  # what happened that cannot be repeated
         self.ran_freely = False  # whether a module in it was not watched
@@ -276,10 +277,11 @@ class Repetition:
     def _require_same_hidden(self, call: Call) -> None:
         changed = call.hidden.changed() if call.hidden is not None else ""
         if changed:
+            self.frame.changed_later(changed)
             raise RuntimeError(
                 f"a {changed}, which a module in the segment that ends at {self.frame.name!r} was given, holds other "
                 "tensors now than in the forward, and nobody can put them back. Hand tensors on in tuples, lists, "
-                "dicts or dataclasses, or leave that module out of recompute (save='everything')."
+                "dicts or dataclasses. From the next forward on this segment keeps everything."
             )
 
     def check(self, call: Call, outputs: list[Tensor]) -> None:

@@ -125,6 +125,7 @@ class Run:
             frame.lost = frame.lost or "something wrote to its inputs"
         for hidden in (call.hidden for call in frame.tape.calls if call.hidden is not None):
             frame.lost = frame.lost or hidden.complaint()
+        frame.lost = frame.lost or learned.changes_later
         keeps = not frame.is_repeated
         learned.lost = learned.lost + 1 if frame.lost and not keeps else 0
         if learned.lost == 2:  # the first time may have taught us how
@@ -139,6 +140,7 @@ class Run:
             frame.stops_early = is_sure and not learned.fills_late and self.experience.compilations is None
             frame.proven = partial(learned.note_proven, self._way)
             frame.moved_generators = learned.note_moved_generators
+            frame.changed_later = learned.note_changed_later
             frame.drop()
             if offloader is not None:
                 frame.park_inputs(offloader, at_once=self.is_first)

@@ -4,7 +4,7 @@ import dataclasses
 import gc
 from collections import OrderedDict, defaultdict
 from functools import cache
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -54,8 +54,8 @@ def flatten(value: Any, depth: int = 0) -> tuple[list[Any], Structure]:
     values: list[Any] = []
     objects = {}
     for place, one in enumerate(flat):
-        held = _parts(one) if depth < _DEEPEST else {}
-        if not held or not (_has_tensors(held, depth, {id(one)}) or _is_data(held, depth, {id(one)})):
+        held = _parts(one) if depth < _DEEPEST else None
+        if held is None or not (_has_tensors(held, depth, {id(one)}) or _is_data(held, depth, {id(one)})):
             values.append(one)
             continue
         inner, structure = flatten(list(held.values()), depth + 1)
@@ -65,7 +65,7 @@ def flatten(value: Any, depth: int = 0) -> tuple[list[Any], Structure]:
 
 
 def hidden_in(values: list[Any]) -> list[Tensor]:
-    """The tensors in values that could not be flattened: dicts of somebody's own, objects with slots, or too deep ones.
+    """The tensors in values that could not be flattened: objects with slots, or made in ways of their own, or too deep.
 
     As far as they are among the first things that such a value knows.
     """
@@ -137,17 +137,20 @@ _ITSELF = "__dict__"
 """A part of dicts whose items are their attributes."""
 
 
-def _parts(value: Any) -> dict[Any, Any]:
-    """What an object holds, if a new one can be made of it: attributes by name, and items."""
+def _parts(value: Any) -> dict[Any, Any] | None:
+    """What an object holds, attributes by name and items; None if no new one can be made of it.
+
+    One that holds nothing is what it is, a mark perhaps; but a dict or list may come to be filled.
+    """
     if isinstance(value, _WITHOUT):
-        return {}
+        return None
     base = _base_of(type(value))
-    if base is None or (base is not object and len(value) > _LONGEST):
-        return {}
+    if base is None or (base is not object and base.__len__(value) > _LONGEST):
+        return None
     if base is not object:
         return _items(value, base) | _attributes(value)
     slots = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
-    return {name: getattr(value, name) for name in slots if hasattr(value, name)} | _attributes(value)
+    return {name: getattr(value, name) for name in slots if hasattr(value, name)} | _attributes(value) or None
 
 
 def _items(value: Any, base: type) -> dict[Any, Any]:
@@ -176,13 +179,23 @@ def _made_of(kind: type, parts: dict[Any, Any]) -> Any:
     base = _base_of(kind)
     made = base.__new__(kind)
     for name, part in parts.items():
-        if not isinstance(name, Item):
-            object.__setattr__(made, name, made if name == _ITSELF else part)
+        if name == _ITSELF:
+            object.__setattr__(made, name, made)
+        elif not isinstance(name, Item):
+            _set(made, name, part)
         elif base is list:
             list.append(made, part)
         else:
             base.__setitem__(made, name.key, part)
     return made
+
+
+def _set(made: Any, name: str, part: Any) -> None:
+    """Where it is kept: there may be a property of this name."""
+    if hasattr(made, "__dict__") and not isinstance(getattr(type(made), name, None), MemberDescriptorType):
+        vars(made)[name] = part
+    else:
+        object.__setattr__(made, name, part)
 
 
 def _has_tensors(held: dict[str, Any], depth: int, seen: set[int]) -> bool:
@@ -191,7 +204,7 @@ def _has_tensors(held: dict[str, Any], depth: int, seen: set[int]) -> bool:
             return True
         if depth < _DEEPEST and id(one) not in seen:
             seen.add(id(one))
-            if _has_tensors(_parts(one), depth + 1, seen):
+            if _has_tensors(_parts(one) or {}, depth + 1, seen):
                 return True
     return False
 
@@ -201,8 +214,8 @@ def _is_data(held: dict[str, Any], depth: int, seen: set[int]) -> bool:
     for one in pytree.tree_leaves(list(held.values())):
         if isinstance(one, _DATA):
             continue
-        inner = _parts(one) if depth < _DEEPEST and id(one) not in seen else {}
+        inner = _parts(one) if depth < _DEEPEST and id(one) not in seen else None
         seen.add(id(one))
-        if not inner or not _is_data(inner, depth + 1, seen):
+        if inner is None or not _is_data(inner, depth + 1, seen):
             return False
     return True

@@ -63,8 +63,14 @@ def ways_to_cut(feeding: Feeding, sample: Batch) -> Iterator[list[str]]:
     cuts = _found(seen)
     names = [call.name for call in cuts]
     others = [call.name for call in _found(trace(feeding, sample, seed=OTHER_SEED))]
-    if names != others:
+    if {*names} != {*others}:
         raise ValueError(dropped(sorted({*names} ^ {*others})[0]))
+    if names != others:
+        place = next(place for place, name in enumerate(names) if others[place] != name)
+        raise ValueError(
+            f"a model is planned whose blocks run in one order, and {names[place]!r} and {others[place]!r} changed "
+            "places from one forward to another. Keep them in one order while the plan is made."
+        )
     yield names
     finer = [part for call in cuts for part in (*_middle(seen, call), call)]
     if len(finer) > len(cuts):

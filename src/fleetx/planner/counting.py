@@ -1,4 +1,4 @@
-"""What each segment takes in each state: bytes on the device and to the host, counted at two micro-batches."""
+"""What each segment takes in each state: bytes on the device and to the host, counted at two micro-batches or four."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ class Counting:
         self.states: list[State] = []  # that could be counted
         self.notes: list[str] = []
         self.is_apart = trials.compile and not trials.on_gpu  # bytes are those of code that is not compiled
-        self._tails: dict[State, list[int]] = {}  # bytes of the tail by state, at both sizes
+        self._tails: dict[State, list[int]] = {}  # bytes of the tail by state, at all sizes
 
     def sizes(self) -> tuple[int, int]:
         """Two samples and four; on a device with plenty of room more, where what is constant stands out less."""
@@ -108,8 +108,10 @@ class Counting:
         if not self.trials.everywhere(counted is not None) or counted is None:
             return self.tail(sizes)
         beyond = Line.through(sizes[-2:], [a - b for a, b in zip(few[-2:], self._tails[state][-2:], strict=True)])
-        line = Line.through((sizes[-1], many), (few[-1], counted.tail_bytes + beyond.at(many)))
-        return line._replace(least=few[0])
+        last = counted.tail_bytes + beyond.at(many)
+        if len(sizes) > 2:
+            return Line.bent((*sizes[:2], sizes[-1], many), (*few[:2], few[-1], last))
+        return Line.through((sizes[1], many), (few[1], last))._replace(least=few[0])
 
     def _most_of_tail(self) -> list[int]:
         return [max(at_all) for at_all in zip(*self._tails.values(), strict=True)]

@@ -17,13 +17,15 @@ def couples_samples(feeding: Feeding, four: Batch) -> bool:
     """
     with untouched(feeding.model, feeding.loss_fn, gradients=False), torch.enable_grad():
         for module in (feeding.model, feeding.loss_fn):
-            if isinstance(module, torch.nn.Module):
-                module.eval()
+            for part in module.modules() if isinstance(module, torch.nn.Module) else ():
+                part.training = False  # not by eval(), in which some change their weights
         try:
             whole, again, *parts = (_numbers(feeding, batch) for batch in (four, four, *split(four, 2)))
         except Exception:  # in evaluation a model may do something else entirely
             return False
-    if not whole or whole != again or len(parts) != 2 or any(len(part) != len(whole) for part in parts):
+    if not whole or len(parts) != 2 or any(len(other) != len(whole) for other in (again, *parts)):
+        return False
+    if any(abs(one - two) > _ROUNDING * abs(one) for one, two in zip(whole, again, strict=True)):
         return False
     return any(_is_other(*numbers) for numbers in zip(whole, *parts, strict=True))
 

@@ -154,7 +154,9 @@ def trace(feeding: Feeding, sample: Batch, samples: int = 2, *, seed: int | None
 
 
 def _seed(seed: int) -> None:
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():  # else it would be seeded so when it starts
+        torch.cuda.manual_seed_all(seed)
     random.seed(seed)
     np.random.seed(seed)
 

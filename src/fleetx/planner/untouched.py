@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fleetx.memory.generators import is_generator, put_state, state_of
 from fleetx.memory.structures import tensors_in
 
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))  # parameters, buffers, hooks
@@ -25,14 +26,14 @@ class Before:
         self._attributes = [(vars(module), vars(module).copy()) for module in model.modules()]
         self._containers = [(held, held.copy()) for held in _containers(model)]
         self._tensors = [(held, held.detach().clone()) for held in _tensors(model)]
-        self._generators = [(one, one.get_state()) for one in _generators(model)]
+        self._generators = [(one, state_of(one)) for one in _generators(model)]
         self._random = _random_state()
 
     def restore(self) -> None:
         """Make everything as it was, to the last bit."""
         _restore_random(self._random)
         for generator, state in self._generators:
-            generator.set_state(state)
+            put_state(generator, state)
         for now, then in self._attributes:
             now.clear()
             now.update(then)
@@ -108,9 +109,9 @@ def _attributes(model: nn.Module) -> list[Any]:
     return [value for m in model.modules() for name, value in vars(m).items() if name not in _OF_ALL_MODULES]
 
 
-def _generators(model: nn.Module) -> list[torch.Generator]:
+def _generators(model: nn.Module) -> list[Any]:
     """Generators that modules keep for themselves."""
-    return [value for m in model.modules() for value in vars(m).values() if isinstance(value, torch.Generator)]
+    return [value for m in model.modules() for value in vars(m).values() if is_generator(value)]
 
 
 def _take_hooks(tensor: Tensor) -> dict[Any, Any]:
