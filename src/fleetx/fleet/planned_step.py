@@ -58,9 +58,9 @@ class PlannedStep:
         self.planning.begin(self.feeding, batch, samples=size, k_steps=k_steps)
 
     def _tell_of_more_than_planned(self, batch: Batch) -> None:
-        """Larger batches take more memory than the plan says; smaller ones, such as the last of an epoch, do not."""
+        """Larger batches and longer inputs take more memory than the plan says; the last batch of an epoch does not."""
         plan, size = self.planning.plan, batch_size(batch)
-        length = _numbers_in(batch) / size
+        length = _numbers_of_samples(batch, size) / size
         self._length = self._length or length
         if length > _LONGER * self._length:
             tell_once(
@@ -102,6 +102,5 @@ class PlannedStep:
         raise AssertionError("unreachable")
 
 
-def _numbers_in(batch: Batch) -> int:
-    size = batch_size(batch)
+def _numbers_of_samples(batch: Batch, size: int) -> int:
     return sum(tensor.numel() for tensor in tensors_in(batch) if tensor.dim() and len(tensor) == size)

@@ -45,11 +45,11 @@ class Feeding:
                 _require_losses(output)
             return _one_number(output), all(one.dim() == 0 for one in _with_gradients(_losses(output)))
 
-    def losses(self, batch: Batch) -> list[Tensor] | None:
-        """The numbers that are trained, one by one; None if the model gives none, and its outputs stand for them."""
+    def losses(self, batch: Batch) -> list[Tensor]:
+        """The numbers that are trained, one by one; none if the model gives none, and its outputs stand for them."""
         with self._low_precision():
             found = _with_gradients(_losses(self._output(batch)))
-        return found if found and all(one.dim() == 0 for one in found) else None
+        return found if all(one.dim() == 0 for one in found) else []
 
     def _output(self, batch: Batch) -> Any:
         if self.compute is not None:

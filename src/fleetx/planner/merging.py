@@ -39,7 +39,7 @@ def _numbers(feeding: Feeding, batch: Batch, parts: int) -> list[list[float]]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what it says of a single sample is of no interest
-            return [[loss.item() for loss in feeding.losses(part) or ()] for part in split(batch, parts)]
+            return [[loss.item() for loss in feeding.losses(part)] for part in split(batch, parts)]
     except Exception:
         return []
 

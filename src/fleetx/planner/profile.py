@@ -1,4 +1,4 @@
-"""Measures a model: the bytes of each segment in each state at two micro-batches, its seconds at up to three.
+"""Measures a model: the bytes of each segment in each state at two micro-batches or four, its seconds at up to three.
 
 The whole model runs and is watched at every cut: see `trials`. Nothing is left behind: see `untouched`. It begins with
 two samples and takes more only while plenty of memory is free.
