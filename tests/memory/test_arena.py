@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fleetx.memory import arena as host_memory
 from fleetx.memory.arena import ALIGNMENT, SMALL_SLAB, HostArena, Slab, _free_of_container
 
 SIZES = st.one_of(st.integers(1, 5000), st.integers(1, SMALL_SLAB), st.sampled_from([512, 4096, SMALL_SLAB // 4]))
@@ -203,3 +204,68 @@ def test_slabs_that_were_given_back_to_the_system_are_not_used_again():
     assert arena.in_use == 0
     arena.release()
     assert arena.take(SMALL_SLAB).slab is not before.slab
+
+
+class FakeCuda:
+    """CUDA's list of registered memory."""
+
+    def __init__(self, monkeypatch):
+        self.registered, self.errors, self.capturing, self.refuses = set(), 0, False, False
+        monkeypatch.setattr(host_memory, "_cudart", lambda: self)
+        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+        monkeypatch.setattr(host_memory, "_kept", [])
+
+    def synchronize(self, _device):
+        assert not self.capturing
+
+    def cudaHostRegister(self, pointer, _size, _flags):  # noqa: N802
+        self.registered.add(pointer)
+        return 0
+
+    def cudaHostUnregister(self, pointer):  # noqa: N802
+        self.errors += self.refuses
+        if not self.refuses:
+            self.registered.remove(pointer)
+        return int(self.refuses)
+
+    def cudaGetLastError(self):  # noqa: N802
+        self.errors -= 1
+
+
+def pinned_once():
+    made = HostArena(pin_for=torch.device("cuda"))
+    made.take(SMALL_SLAB)
+    return made
+
+
+def test_pinned_memory_is_unregistered_when_nobody_has_it(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    made = pinned_once()
+    assert len(cuda.registered) == 1
+    del made
+    assert not cuda.registered
+    assert not host_memory._registered
+
+
+def test_while_a_graph_is_captured_pinned_memory_stays_and_goes_with_the_next(monkeypatch):
+    """Whoever waited for the device there would break the capture; memory that goes registered breaks later copies."""
+    cuda = FakeCuda(monkeypatch)
+    made, other = pinned_once(), pinned_once()
+    cuda.capturing = True
+    del made
+    assert len(cuda.registered) == 2
+    assert [memory.data_ptr() in cuda.registered for memory, _ in host_memory._registered] == [True]
+    cuda.capturing = False
+    del other
+    assert not cuda.registered
+    assert not host_memory._registered
+
+
+def test_memory_that_cuda_does_not_let_go_of_stays_and_no_kernel_is_blamed(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    made = pinned_once()
+    cuda.refuses = True
+    del made
+    assert cuda.errors == 0
+    assert [memory.data_ptr() for memory in host_memory._kept] == [*cuda.registered]

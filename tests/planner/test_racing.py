@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 
+from fleetx.planner import racing
 from fleetx.planner.making import plan_for
 from fleetx.planner.plan import Plan
 from fleetx.planner.racing import fastest_in_reality
@@ -65,6 +66,19 @@ def test_little_is_no_reason():
     for little in (1.005, 1.015):
         seconds = slow(first, little * first.samples_per_s / first.runners_up[0].samples_per_s)
         assert raced(seconds)[1].prefer is None
+
+
+@pytest.mark.parametrize(
+    ("times", "room", "is_taken"), [(1.001, 0.96, True), (0.999, 0.96, False), (1.001, 0.9, False)]
+)
+def test_a_runner_up_that_leaves_more_room_is_taken_if_it_takes_no_longer(monkeypatch, times, room, is_taken):
+    first = make(transformer())
+    smaller = first.runners_up[0]
+    assert 0.9 * first.peak < smaller.peak < 0.96 * first.peak
+    monkeypatch.setattr(racing, "_LEAVES_ROOM", room)
+    seconds = {first.k_steps: times, smaller.k_steps: 1.0}
+    found = raced(lambda plan: seconds.get(plan.k_steps, 2.0))[1]
+    assert found.plan.k_steps == (smaller if is_taken else first).k_steps
 
 
 def test_a_plan_that_was_unlucky_runs_again_before_another_one_takes_its_place():

@@ -213,3 +213,24 @@ def test_the_time_of_an_update_counts_slices_that_are_shorter_but_take_as_long(m
     step_of = Watch.step
     monkeypatch.setattr(tryout, "_timed", lambda watch, batch, meter=None: (4.0, step_of(watch, batch, meter)))
     assert Tryout(feeding, sample).run(plan).measured.seconds == pytest.approx(8 * 4 + 3, rel=1e-3)
+
+
+def test_on_a_device_slices_that_are_shorter_run_too(monkeypatch):
+    """Their blocks do not fit where those of longer ones were, and a sample less may take longer."""
+    fed, model = [], nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    feeding = Feeding(model, compute=lambda model, batch: (fed.append(len(batch)), model(batch))[1].sum())
+    profile = measure(feeding, torch.randn(3, 4), ["0"], bandwidth=0.0, cached=False)
+    plan = plan_for(profile, memory=2**30, global_batch=17, k_steps=6, curve=False)
+    assert (plan.micro_batch, plan.shorter) == (3, 1)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 5000)
+    monkeypatch.setattr(Tryout, "_seconds_in_a_row", lambda _, __, batch: 10.0 if len(batch) == 3 else 2.0)
+    tried = Tryout(feeding, torch.randn(3, 4))
+    tried.on_gpu = True
+    fed.clear()
+    ran = tried.run(plan)
+    assert ran.measured.seconds == pytest.approx(5 * 10 + 2 + plan.update_seconds)
+    assert fed[-2:] == [2, 3]  # the one that is measured comes after a shorter one
+    fed.clear()
+    tried.run(plan_for(profile, memory=2**30, global_batch=18, k_steps=6, curve=False))
+    assert {*fed} == {3}

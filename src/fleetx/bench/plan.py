@@ -21,7 +21,7 @@ from fleetx.notices import tell_once
 from fleetx.units import format_bytes
 
 WHAT = (
-    "Training in bf16 autocast over fp32 weights with fused AdamW; the allocator may reserve the budget and no more. "
+    "Training in bf16 autocast over fp32 weights with fused AdamW, within a budget of what the allocator reserves. "
     "Rivals: all, none and every n-th block computed again, with and without offload, micro-batches of powers of two, "
     "and random states"
 )

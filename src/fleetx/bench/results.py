@@ -19,7 +19,7 @@ def save_result(name: str, figures: dict[str, Any], folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     result = {
         "name": name,
-        "taken": datetime.now(UTC).isoformat(timespec="seconds"),
+        "taken": now(),
         "command": _command(sys.argv),
         "machine": describe_machine(),
         "versions": _versions(),
@@ -28,6 +28,11 @@ def save_result(name: str, figures: dict[str, Any], folder: Path) -> Path:
     path = folder / f"{name}.json"
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return path
+
+
+def now() -> str:
+    """When something was measured."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _command(arguments: list[str]) -> str:

@@ -24,6 +24,9 @@ ALIGNMENT = 512
 SMALL_SLAB = 16 * 2**20
 _WIPE_ON_FORK = 18 if sys.platform == "linux" else None  # Python has no name for it
 
+_registered: list[tuple[Tensor, torch.device]] = []  # memory that nobody uses any more
+_kept: list[Tensor] = []  # which CUDA would not let go of
+
 
 @dataclass(eq=False)
 class Block:
@@ -180,7 +183,7 @@ class HostArena:
             slab.memory.zero_()  # on all cores: CUDA would ask for the pages one by one
             _register(slab.memory)
             # Also when nobody releases the arena: memory that is given back registered can never be registered again.
-            slab.unpin = weakref.finalize(slab, _unregister, slab.memory.data_ptr(), self.pin_for)
+            slab.unpin = weakref.finalize(slab, _unregister, slab.memory, self.pin_for)
         self.slabs.append(slab)
         return slab
 
@@ -240,9 +243,24 @@ def _unpin(slab: Slab) -> None:
         slab.unpin()
 
 
-def _unregister(pointer: int, device: torch.device) -> None:
-    torch.cuda.synchronize(device)  # a copy may still be under way
-    _cudart().cudaHostUnregister(pointer)
+def _unregister(memory: Tensor, device: torch.device) -> None:
+    """Before the memory is given back: pages that come to lie where others are still registered cannot be copied to.
+
+    The garbage collector may ask for this at any moment; while a CUDA graph is captured nobody may wait for the device.
+    """
+    _registered.append((memory, device))
+    if torch.cuda.is_current_stream_capturing():
+        return  # with the next ones
+    while _registered:
+        memory, device = _registered.pop()
+        try:
+            torch.cuda.synchronize(device)  # a copy may still be under way
+        except BaseException:
+            _kept.append(memory)
+            raise
+        if int(_cudart().cudaHostUnregister(memory.data_ptr())) != 0:
+            _cudart().cudaGetLastError()  # else the next kernel would be blamed
+            _kept.append(memory)
 
 
 def _available() -> int | None:

@@ -103,6 +103,11 @@ class Plan:
         return self.measured is not None
 
     @property
+    def shorter(self) -> int:
+        """How many micro-batches have a sample less than the others."""
+        return self.micro_batch * self.k_steps - self.global_batch
+
+    @property
     def gradients_come_late(self) -> bool:
         """Whether there is one micro-batch, before which the last gradients are freed."""
         return any(point.gradients for point in self.timeline)

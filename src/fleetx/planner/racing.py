@@ -15,6 +15,7 @@ from fleetx.planner.verify import Make, Tried, Verified, is_as_predicted
 
 _MOST = 2  # others, beside the one that is predicted to be the fastest
 _CLEARLY = 0.02  # part of the time: by less nothing is decided
+_LEAVES_ROOM = 0.95  # of the memory: a plan that takes no more than this, and no longer either, is the better one
 
 
 def fastest_in_reality(
@@ -22,18 +23,20 @@ def fastest_in_reality(
 ) -> Verified:
     """The plan, or one of its runners-up, if that took clearly less time; or if only that was within the budget.
 
-    `run` tries a plan out; `seconds_of` is what one that was tried took.
+    Also one that leaves more room, if it took no longer. `run` tries a plan out; `seconds_of` is what one that was
+    tried took.
     """
     least = expected = math.inf if first.beyond else seconds_of(first.plan)
+    peak = first.plan.peak  # predicted, as all others here: what was measured differs from worker to worker
     best, has_run_again = None, bool(first.beyond)
     for plan in _others(first, make, expected):
         tried = run(plan)
         took = seconds_of(tried.plan)
-        if not tried.beyond and _is_clearly_less(took, least) and not has_run_again:
+        if not tried.beyond and _is_better(took, plan.peak, least, peak) and not has_run_again:
             first, has_run_again = _at_its_best(first, run, seconds_of), True
             least = expected = seconds_of(first.plan)
-        if not tried.beyond and _is_clearly_less(took, least):
-            least = took
+        if not tried.beyond and _is_better(took, plan.peak, least, peak):
+            least, peak = took, plan.peak
             known = tried if is_as_predicted(plan, tried.peak) else tried.having_learned()
             best = known.verified(plan.peak)._replace(prefer=plan.k_steps)
     if best is None:
@@ -70,8 +73,9 @@ def _worth_trying(plan: Plan, took: float) -> list[RunnerUp]:
     return [other for other in plan.runners_up if other.samples_per_s > least][:_MOST]
 
 
-def _is_clearly_less(seconds: float, than: float) -> bool:
-    return seconds < than * (1 - _CLEARLY)
+def _is_better(seconds: float, peak: int, least: float, of_it: int) -> bool:
+    """Than a plan that took `least` seconds and is predicted to take `of_it` bytes."""
+    return seconds < least * (1 - _CLEARLY) or (seconds <= least and peak <= of_it * _LEAVES_ROOM)
 
 
 def _surprise(plan: Plan, took: float, least: float) -> str:

@@ -157,8 +157,7 @@ def _how_long(plan: Plan) -> str:
 
 def _shorter(plan: Plan) -> str:
     """Where the batch cannot be cut evenly, some slices have a sample less."""
-    count = plan.micro_batch * plan.k_steps - plan.global_batch
-    return f", {count:,} of them with {plan.micro_batch - 1:,}" if count else ""
+    return f", {plan.shorter:,} of them with {plan.micro_batch - 1:,}" if plan.shorter else ""
 
 
 def _speed(plan: Plan) -> str:

@@ -34,21 +34,18 @@ class Tryout:
     def run(self, plan: Plan) -> Plan:
         """The plan with what micro-batches of its size took, and the memory at each cut.
 
-        The time is that of an update: what was predicted for all its micro-batches, by as much more or less as these
-        took, and what was predicted for everything else.
+        The time is that of an update: what its micro-batches took, and what was predicted for everything else.
         """
         batch = placed(resized(self.sample, plan.micro_batch), self.feeding.device)
         if self.on_gpu:
             torch.cuda.empty_cache()  # what others left in the allocator is not this plan's
         if plan.compile and not self.on_gpu:  # tensors cannot be counted in compiled code
             step, _ = self._tried(replace(plan, compile=False), batch)
-            took = self._tried_for_time(plan, batch)
+            took = _in_an_update(plan, self._tried_for_time(plan, batch))
         else:
             step, took = self._tried(plan, batch)
         moments, peak = self._memory(plan, step)
-        predicted = _seconds_of_micro_batch(plan)
-        micro_batches = (plan.seconds - plan.update_seconds) / predicted if predicted else plan.k_steps
-        return plan.with_measurement(peak, took * micro_batches + plan.update_seconds, moments)
+        return plan.with_measurement(peak, took + plan.update_seconds, moments)
 
     @contextmanager
     def _on_model(self, plan: Plan) -> Iterator[None]:
@@ -63,12 +60,16 @@ class Tryout:
             self._pinned.take_back(applied)
 
     def _tried(self, plan: Plan, batch: Batch) -> tuple[Step, float]:
-        """A micro-batch and its seconds."""
+        """A micro-batch, and the seconds of all that an update has."""
         with self._on_model(plan):
-            step, took = self._watched(plan, batch)
-            if self.on_gpu and _is_short(plan):
-                took = self._seconds_in_a_row(plan, batch)
-        return step, took
+            shorter = resized(batch, plan.micro_batch - 1) if plan.shorter and self.on_gpu else None
+            step, took = self._watched(plan, batch, shorter)
+            if not (self.on_gpu and _is_short(plan)):
+                return step, _in_an_update(plan, took)
+            seconds = (plan.k_steps - plan.shorter) * self._seconds_in_a_row(plan, batch)
+            if shorter is not None:  # a sample less may take longer: kernels like round sizes
+                seconds += plan.shorter * self._seconds_in_a_row(plan, shorter)
+        return step, seconds
 
     def _tried_for_time(self, plan: Plan, batch: Batch) -> float:
         """The seconds of a micro-batch whose bytes nobody counts."""
@@ -83,7 +84,7 @@ class Tryout:
             finally:
                 watch.remove()
 
-    def _watched(self, plan: Plan, batch: Batch) -> tuple[Step, float]:
+    def _watched(self, plan: Plan, batch: Batch, shorter: Batch | None) -> tuple[Step, float]:
         """A micro-batch that is like all that follow, and its seconds."""
         watch = Watch(self.feeding, plan.names)
         try:
@@ -96,6 +97,8 @@ class Tryout:
                 # allocator has then is in more pieces than before.
                 self._free_gradients()
                 watch.step(batch)
+            if shorter is not None:  # its blocks do not fit where those of the others were, and need room of their own
+                watch.step(shorter)
             took = 0.0
             if not self.on_gpu:  # where bytes are counted one by one, that takes time
                 self._make_room(plan)
@@ -144,6 +147,12 @@ class Tryout:
     def _free_gradients(self) -> None:
         for parameter in self.feeding.model.parameters():
             parameter.grad = None
+
+
+def _in_an_update(plan: Plan, took: float) -> float:
+    """The seconds of all micro-batches if one took so long: shorter ones take as much less as was predicted."""
+    predicted = _seconds_of_micro_batch(plan)
+    return took * ((plan.seconds - plan.update_seconds) / predicted if predicted else plan.k_steps)
 
 
 def _seconds_of_micro_batch(plan: Plan) -> float:

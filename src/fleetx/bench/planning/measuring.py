@@ -14,6 +14,7 @@ import torch
 from fleetx.bench.planning.cases import Case
 from fleetx.bench.planning.grid import Rival, as_plan, rivals
 from fleetx.bench.planning.running import Runner
+from fleetx.bench.results import now
 from fleetx.planner.budget import budget_on
 from fleetx.planner.feeding import Feeding
 from fleetx.planner.fitting import DoesNotFit
@@ -88,6 +89,7 @@ class Bench:
         found = road.first_plan(road.ways(), partial(plan_for, **question, curve=False))
         plan = replace(found.plan, planning_seconds=time.perf_counter() - began)
         task.result.update(
+            taken=now(),  # rows may be of different days
             plan=plan.to_json(),
             planning_seconds=plan.planning_seconds,
             first_predicted_peak=found.first_peak,

@@ -59,14 +59,24 @@ class Runner:
         self.on_gpu = feeding.device.type == "cuda"
 
     def run(self, plan: Plan, memory: int | None) -> Ran:
-        """Train with a plan on a device that has so much memory; None: as much as there is."""
+        """Train with a plan within so much memory; None: as much as there is.
+
+        What takes more runs again with the allocator limited to it. Not all: torch asks whether there is room for the
+        whole of a block that only grows, which is stricter than a device of that size.
+        """
+        ran = self._run_on_model(plan, memory, nullcontext())
+        if self.on_gpu and memory is not None and ran.peak > memory:
+            ran = self._run_on_model(plan, memory, _capped(memory))
+        return ran
+
+    def _run_on_model(self, plan: Plan, memory: int | None, limited: AbstractContextManager[None]) -> Ran:
         self._free()
         try:
             applied = plan.apply(self.feeding.model)
         except Exception as error:  # a state that this model cannot have
             return Ran(failed=f"{type(error).__name__}: {error}")
         try:
-            with self._limited(memory):
+            with limited:
                 return self._run(plan, memory)
         except torch.OutOfMemoryError as error:
             return Ran(failed=str(error).splitlines()[0])
@@ -93,9 +103,8 @@ class Runner:
     def _slices(self, plan: Plan) -> list[Batch]:
         """Those of an update: the last ones may be a sample shorter."""
         longest = placed(resized(self.sample, plan.micro_batch), self.feeding.device)
-        shorter = plan.micro_batch * plan.k_steps - plan.global_batch
-        rest = [resized(longest, plan.micro_batch - 1)] * shorter if shorter else []
-        return [longest] * (plan.k_steps - shorter) + rest
+        rest = [resized(longest, plan.micro_batch - 1)] * plan.shorter if plan.shorter else []
+        return [longest] * (plan.k_steps - plan.shorter) + rest
 
     def _update(self, slices: list[Batch]) -> _Seconds:
         """Merge micro-batches and update.
@@ -133,9 +142,6 @@ class Runner:
         for state in self.optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, Tensor)]
         return [*model.parameters(), *model.buffers(), *tensors]
-
-    def _limited(self, memory: int | None) -> AbstractContextManager[None]:
-        return _capped(memory) if self.on_gpu and memory is not None else nullcontext()
 
     def _free(self) -> None:
         self.optimizer.zero_grad()
