@@ -66,7 +66,8 @@ def trained(configs, cap_after_first=None):
             total = torch.cuda.get_device_properties(0).total_memory
             torch.cuda.empty_cache()
             torch.cuda.set_per_process_memory_fraction(cap_after_first(step.plan) / total)
-    return losses, {name: value.clone() for name, value in model.state_dict().items()}, step.plan
+    # Not on the device: there they would count as others', and their places as gaps.
+    return losses, {name: value.cpu() for name, value in model.state_dict().items()}, step.plan
 
 
 def same(ours, plain):

@@ -12,7 +12,7 @@ from fleetx.planner.chain import State
 from fleetx.planner.counting import EVERYTHING, Counting
 from fleetx.planner.feeding import Feeding
 from fleetx.planner.making import plan_for
-from fleetx.planner.observing import Watch
+from fleetx.planner.observing import Figures, Watch
 from fleetx.planner.profile import measure
 from fleetx.planner.timing import Timing, kinds_of
 from fleetx.planner.tracing import Trace, trace
@@ -64,10 +64,10 @@ def running_out(monkeypatch, is_too_much):
         states[:] = chosen
         return watched(self, chosen)
 
-    def limited(watch, batch, count):
+    def limited(watch, batch, segments, count):
         if is_too_much(list(states), batch_size(batch)):
             raise torch.OutOfMemoryError("out of memory")
-        return rounds(watch, batch, count)
+        return rounds(watch, batch, segments, count)
 
     monkeypatch.setattr(Trials, "watched", watching)
     monkeypatch.setattr(timing, "_timed_rounds", limited)
@@ -150,7 +150,16 @@ def test_a_step_that_does_not_fit_on_another_worker_ends_the_growth_too(monkeypa
     found = timing_on_a_device(monkeypatch, everywhere)
     monkeypatch.setattr(found, "_members", lambda state, size: [0])
     assert found.sizes() == (2, 4)
-    assert asked == [True, True]  # both steps fitted here: the other worker was asked after each of them
+    # Both steps fitted here: the other worker was asked after each of them, and whether the first one took long.
+    assert asked == [True, False, True]
+
+
+@pytest.mark.parametrize(("seconds", "longest", "count"), [(0.1, 0.1, 3), (0.3, 0.1, 3), (0.3, 0.3, 2)])
+def test_long_steps_are_timed_less_often_if_they_are_long_on_all_workers(monkeypatch, seconds, longest, count):
+    found = timing_on_a_device(monkeypatch, lambda here: here and longest > 0.2)
+    found._frugal_rounds[8] = [Figures([seconds], [0.0], (0.0, 0.0))]
+    assert found._count(8) == count
+    assert found._count(16) == 3  # of which nothing is known
 
 
 def test_members_are_all_at_once_if_all_do_the_same_anyway(monkeypatch):

@@ -23,14 +23,17 @@ TRYOUT = Tryout(Feeding(nn.Linear(2, 2)), None)
 
 
 def plans(*seconds):
-    """Plans that take so long, one after the other; after the last nothing fits any more."""
+    """Plans that take so long, one after the other; where there is None, and after the last, nothing fits."""
     base = plan_for(transformer(4), memory=16 * GIB, global_batch=8, curve=False)
-    left = [replace(base, seconds=float(one), micro_batch=number + 1) for number, one in enumerate(seconds)]
+    left = [
+        one and replace(base, seconds=float(one), micro_batch=number + 1) for number, one in enumerate([*seconds, None])
+    ]
 
     def make(_profile):
-        if not left:
+        plan = left.pop(0) if len(left) > 1 else left[0]
+        if plan is None:
             raise DoesNotFit("nothing fits", 1, 1)
-        return left.pop(0)
+        return plan
 
     return base, make
 
@@ -105,6 +108,23 @@ def test_a_plan_beyond_the_budget_is_not_kept_if_no_further_one_is_possible(monk
     taking(monkeypatch, took)
     with pytest.raises(DoesNotFit):
         found(make)
+
+
+def test_if_there_is_no_room_with_all_caution_less_is_allowed_for(monkeypatch):
+    """What a second plan took more than predicted is allowed for twice; that may be too much."""
+    (base, make), heard = plans(4, 5, None, 6), []
+    beyond, more = int(base.memory * 1.1), int(base.memory * 1.1) - base.peak
+    taking(monkeypatch, (beyond, 4.0), (beyond, 5.0), (base.peak, 6.0))
+
+    def listening(profile):
+        heard.append(profile.unexplained.per_sample)
+        return make(profile)
+
+    chosen = verify.until_verified(transformer(4), TRYOUT, listening)
+    assert chosen.plan.seconds == 6
+    assert chosen.profile.unexplained.per_sample == heard[3]
+    assert heard[2] - heard[1] == pytest.approx(2 * more / 2, rel=0.2)  # the second one has two samples
+    assert heard[3] - heard[1] == pytest.approx(more / 2, rel=0.2)
 
 
 def test_of_plans_that_all_take_more_the_fastest_within_the_budget_is_taken(monkeypatch):
@@ -224,13 +244,16 @@ def test_on_a_device_slices_that_are_shorter_run_too(monkeypatch):
     assert (plan.micro_batch, plan.shorter) == (3, 1)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 5000)
-    monkeypatch.setattr(Tryout, "_seconds_in_a_row", lambda _, __, batch: 10.0 if len(batch) == 3 else 2.0)
+    monkeypatch.setattr(tryout, "moment", lambda _: fed[-1])
+    monkeypatch.setattr(tryout, "seconds_between", lambda _, last: 10.0 if last == 3 else 2.0)
     tried = Tryout(feeding, torch.randn(3, 4))
     tried.on_gpu = True
     fed.clear()
     ran = tried.run(plan)
     assert ran.measured.seconds == pytest.approx(5 * 10 + 2 + plan.update_seconds)
-    assert fed[-2:] == [2, 3]  # the one that is measured comes after a shorter one
+    timed = [3, 3, 3, 3, 2, 2, 2]
+    assert fed[-len(timed) :] == timed
+    assert fed[-len(timed) - 2 : -len(timed)] == [2, 3]  # whose memory is measured comes after a shorter one
     fed.clear()
     tried.run(plan_for(profile, memory=2**30, global_batch=18, k_steps=6, curve=False))
     assert {*fed} == {3}

@@ -22,6 +22,8 @@ _SMALL = 2.0**-7  # times the numbers of a row: their sum must not be too large 
 _FACTORS = (7_919, 15_485_863, 32_452_843, 49_979_687)
 _ROUNDING = 0.05
 """What kernels round differently moves a tensor by less than a hundredth of its length; other numbers by far more."""
+_MOST_MADE = 64
+_made: dict[Any, Tensor] = {}  # signs, by all that they depend on
 _WHOLE_NUMBERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -101,12 +103,13 @@ def _of_direction(tensor: Tensor) -> OfDirection | None:
     whole = len(flat) // width * width
     rows, rest = flat[:whole].view(-1, width), flat[whole:]
     with torch.autocast(tensor.device.type, enabled=False):
-        signs = _signs(width, tensor).mul_(_SMALL)
+        signs = _signs(width, tensor, _SMALL)
         ways = ((rows @ signs) * _signs(len(rows), tensor)).sum(0, dtype=wide)
-        ways = (ways + (rest[None] @ signs[: len(rest)])[0].to(wide)) / _SMALL
+        if len(rest):
+            ways = ways + (rest[None] @ signs[: len(rest)])[0].to(wide)
     length = torch.linalg.vector_norm(flat, dtype=wide)
     stride = tuple(stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
-    return OfDirection(stride, torch.cat([length[None], ways]))
+    return OfDirection(stride, torch.cat([length[None], ways / _SMALL]))
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -114,11 +117,27 @@ def _is_dense(tensor: Tensor) -> bool:
     return all(stride > 0 for _, stride in both) and 1 + sum((n - 1) * step for n, step in both) == tensor.numel()
 
 
-def _signs(count: int, like: Tensor) -> Tensor:
-    """Plus and minus one in `count` rows, without an order that anything else might have."""
+def _signs(count: int, like: Tensor, size: float = 1.0) -> Tensor:
+    """Plus and minus `size` in `count` rows, without an order that anything else might have; made once.
+
+    For each stream: another one might read them before they are there. What is made while a graph is captured is there
+    once that runs.
+    """
+    stream, is_captured = 0, False
+    if like.device.type == "cuda":
+        stream = torch.cuda.current_stream(like.device).cuda_stream
+        is_captured = torch.cuda.is_current_stream_capturing()
+    key = (count, like.dtype, like.device, stream, size)
+    if key in _made:
+        return _made[key]
     places = torch.arange(1, count + 1, device=like.device)
     mixed = [(places * places * factor + places * 40_503 >> 15) & 1 for factor in _FACTORS]
-    return torch.stack(mixed, 1).to(like.dtype).mul_(2).sub_(1)
+    signs = torch.stack(mixed, 1).to(like.dtype).mul_(2 * size).sub_(size)
+    if not is_captured:
+        if len(_made) >= _MOST_MADE:
+            _made.clear()
+        _made[key] = signs
+    return signs
 
 
 class LateFillers:

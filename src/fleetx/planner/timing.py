@@ -24,6 +24,7 @@ from fleetx.planner.trials import MOST_SAMPLES, Trials
 from fleetx.slicing import Batch
 
 _WARM_UP, _ROUNDS = 2, 3
+_LONG, _FEW_ROUNDS = 0.2, 2  # seconds of a step from which on fewer are as good
 _ALMOST_TWICE = 1.93  # times as long for twice the samples: the device is busy
 
 
@@ -100,8 +101,16 @@ class Timing:
         """The times of steps in which all segments are frugal, taken once."""
         if size not in self._frugal_rounds:
             states = [self.frugal] * len(self.kinds)
-            self._frugal_rounds[size] = _rounds(self.trials.uncompiled(), states, size)
+            self._frugal_rounds[size] = _rounds(self.trials.uncompiled(), states, size, self._count(size // 2))
         return self._frugal_rounds[size]
+
+    def _count(self, size: int) -> int:
+        """How many steps are timed, the same on all workers; by those that were taken with so many samples before."""
+        if size not in self._frugal_rounds:
+            return _ROUNDS
+        known = self._frugal_rounds[size]
+        is_long = known is not None and min(map(_whole_step, known)) > _LONG
+        return _FEW_ROUNDS if self.trials.everywhere(is_long) else _ROUNDS
 
     def _taken(self, sizes: tuple[int, ...], say: Callable[[str], None]) -> dict[State, list[Seconds]]:
         """The states that there was room for at all sizes."""
@@ -128,7 +137,10 @@ class Timing:
         if members is None:
             return None
         is_known = state == self.frugal and size in self._frugal_rounds and not self.trials.compile
-        rounds = self._frugal(size) if is_known else _rounds(self.trials, self._states(state, members), size)
+        if is_known:
+            rounds = self._frugal(size)
+        else:
+            rounds = _rounds(self.trials, self._states(state, members), size, self._count(size))
         if rounds is None:
             return None
         halves = [statistics.median(one.tail_seconds[half] for one in rounds) for half in (0, 1)]
@@ -180,18 +192,18 @@ class Timing:
         return {kind: statistics.median(one) for kind, one in values.items()}
 
 
-def _rounds(trials: Trials, states: Sequence[State], size: int) -> list[Figures] | None:
-    """The times of some steps; None if they do not fit."""
+def _rounds(trials: Trials, states: Sequence[State], size: int, count: int) -> list[Figures] | None:
+    """The times of so many steps; None if they do not fit."""
     try:
         with trials.watched(states) as (watch, _):
-            return _timed_rounds(watch, trials.batch(size), len(states))
+            return _timed_rounds(watch, trials.batch(size), len(states), count)
     except torch.OutOfMemoryError:
         return None
 
 
-def _timed_rounds(watch: Watch, batch: Batch, count: int) -> list[Figures]:
-    """The times of `count` segments in some steps, after others that are not as all that follow."""
-    return [seconds_of(step, count) for step in watch.steps(batch, _WARM_UP + _ROUNDS)[_WARM_UP:]]
+def _timed_rounds(watch: Watch, batch: Batch, segments: int, count: int) -> list[Figures]:
+    """The times of all segments in so many steps, after others that are not as all that follow."""
+    return [seconds_of(step, segments) for step in watch.steps(batch, _WARM_UP + count)[_WARM_UP:]]
 
 
 def _whole_step(figures: Figures) -> float:

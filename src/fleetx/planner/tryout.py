@@ -19,7 +19,7 @@ from fleetx.planner.untouched import untouched
 from fleetx.slicing import Batch
 
 _SHORT = 1.0  # seconds: of what takes longer, as few micro-batches are run as possible
-_IN_A_ROW = 3
+_VERY_SHORT = 0.15  # of what takes longer, two are as good as three
 
 
 class Tryout:
@@ -66,10 +66,7 @@ class Tryout:
             step, took = self._watched(plan, batch, shorter)
             if not (self.on_gpu and _is_short(plan)):
                 return step, _in_an_update(plan, took)
-            seconds = (plan.k_steps - plan.shorter) * self._seconds_in_a_row(plan, batch)
-            if shorter is not None:  # a sample less may take longer: kernels like round sizes
-                seconds += plan.shorter * self._seconds_in_a_row(plan, shorter)
-        return step, seconds
+            return step, self._seconds_of_all(plan, batch, shorter)
 
     def _tried_for_time(self, plan: Plan, batch: Batch) -> float:
         """The seconds of a micro-batch whose bytes nobody counts."""
@@ -109,17 +106,24 @@ class Tryout:
             watch.remove()
         return step, took or counted
 
-    def _seconds_in_a_row(self, plan: Plan, batch: Batch) -> float:
-        """The median of some micro-batches that follow each other as in a training: the host is ahead, if it can be."""
+    def _seconds_of_all(self, plan: Plan, batch: Batch, shorter: Batch | None) -> float:
+        """Of an update's micro-batches, from some that follow each other: the host is ahead, if it can be.
+
+        Shorter ones are timed too: a sample less may take longer, since kernels like round sizes.
+        """
+        count = 3 if _seconds_of_micro_batch(plan) < _VERY_SHORT else 2
+        row = [batch] * (1 + count) + ([] if shorter is None else [shorter] * count)
         self._free_gradients()
         ends = []
-        for _ in range(1 + _IN_A_ROW):  # before the first one the device had nothing to do
+        for one in row:
             self._make_room(plan)
             with torch.enable_grad():
-                self.feeding.loss(batch).backward()
+                self.feeding.loss(one).backward()
             ends.append(moment(self.feeding.device))
         wait_for(self.feeding.device)
-        return statistics.median(itertools.starmap(seconds_between, itertools.pairwise(ends)))
+        took = list(itertools.starmap(seconds_between, itertools.pairwise(ends)))  # without the first: nobody was ahead
+        seconds = (plan.k_steps - plan.shorter) * statistics.median(took[:count])
+        return seconds + (plan.shorter * statistics.median(took[count:]) if shorter is not None else 0.0)
 
     def _memory(self, plan: Plan, step: Step) -> tuple[tuple[Moment, ...], int]:
         """At each cut and at most, with what is not there yet, such as the optimizer's state."""

@@ -45,9 +45,10 @@ def until_verified(profile: Profile, tryout: Tryout, make: Make, largest: Callab
     """
     tried: list[Tried] = []
     first_peak = 0
+    bolder: Profile | None = None
     for attempt in range(1 + MOST_PLANS):
         try:
-            plan = make(profile)
+            plan, profile = _made(make, profile, bolder)
             first_peak = first_peak or plan.peak
         except DoesNotFit:
             if not any(one.beyond == 0 for one in tried):
@@ -63,10 +64,21 @@ def until_verified(profile: Profile, tryout: Tryout, make: Make, largest: Callab
         if is_as_predicted(plan, one.peak):
             tried.append(one)
             break
+        bolder = one.having_learned().profile
         one = one.having_learned(times=1 + attempt)  # more each time: another plan is wrong by another amount
         tried.append(one)
         profile = one.profile if one.took_more else profile.corrected(plan.micro_batch, one.peak - plan.peak_of_trial)
     return min(tried, key=lambda one: one[:2]).verified(first_peak)
+
+
+def _made(make: Make, profile: Profile, bolder: Profile | None) -> tuple[Plan, Profile]:
+    """A plan, and the profile that it was made of: one that allows for less, if there is no room with all caution."""
+    try:
+        return make(profile), profile
+    except DoesNotFit:
+        if bolder is None:
+            raise
+        return make(bolder), bolder
 
 
 class Tried(NamedTuple):
