@@ -11,7 +11,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from fleetx.bench import plan as bench
-from fleetx.bench.planning import grid, running
+from fleetx.bench.planning import grid, measuring, running
 from fleetx.bench.planning.cases import CASES, KIB, TINY_CASES, Case, Trained
 from fleetx.bench.planning.measuring import compared, fastest_rivals, key_of, said_of
 from fleetx.bench.planning.running import Ran, Runner
@@ -22,6 +22,7 @@ from fleetx.planner import road
 from fleetx.planner.chain import State
 from fleetx.planner.feeding import Feeding
 from fleetx.planner.making import plan_for
+from fleetx.planner.plan import Plan
 from fleetx.planner.profile import measure
 from fleetx.report.tables import plan_table
 from fleetx.units import format_bytes
@@ -193,6 +194,26 @@ def test_a_rival_that_fails_in_its_finals_is_no_alternative():
         "a": fine,
     }
     assert compared({"runs": runs, "predicted_peak": 90, "first_predicted_peak": 90})["of_best_rival"] == 1.0
+
+
+def test_the_speed_with_all_memory_is_that_of_the_same_run(tmp_path, monkeypatch):
+    """Machines differ by more than the bars leave."""
+    case = Case("stack", stack, 16, (800 * KIB,), beside_all_memory=True)
+    monkeypatch.setattr(bench, "TINY_CASES", [case])
+    monkeypatch.setattr(measuring, "budget_on", lambda _, budget: (budget or 2**26, ()))
+    limits = []
+
+    def run(_runner, plan, memory):
+        limits.append(memory)
+        return Ran(100, 10.0 if memory == 800 * KIB else 16.0)
+
+    monkeypatch.setattr(Runner, "run", run)
+    result = bench.measure(tmp_path, tiny=True)[0]["stack in 800 KiB"]
+    assert limits.count(2**26) == 3
+    assert Plan.from_json(result["plan_with_all_memory"]).memory == 2**26
+    assert result["of_all_memory"] == 10 / 16
+    assert result["of_best_rival"] == 1.0  # it is no rival
+    assert "with all memory" not in result["rivals"]
 
 
 def test_cases_are_chosen_by_name_and_those_without_their_library_are_left_out(cases):

@@ -25,7 +25,7 @@ from fleetx.units import format_bytes
 
 Result = dict[str, Any]
 SIMULATED_LINK = 2e9  # bytes per second
-CHOSEN = "chosen"
+CHOSEN, UNLIMITED = "chosen", "with all memory"
 _FINALISTS, _FINALS = 3, 2
 
 
@@ -74,6 +74,8 @@ class Bench:
         plans = {CHOSEN: plan}
         if budget is not None:  # without a budget it is a reference
             plans |= self._rivals(plan, task)
+            if case.beside_all_memory:
+                plans[UNLIMITED] = self._unlimited(task)
         for name, one in plans.items():
             self._run(name, one, task)
         self._run_finals(plans, task)
@@ -104,6 +106,14 @@ class Bench:
         self.say(said_of(task.key, f"planned, {plan.micro_batch} × {plan.k_steps}", figures, plan.planning_seconds))
         return plan
 
+    def _unlimited(self, task: "_Task") -> Plan:
+        """What is predicted to be the fastest on the whole device; the same after an interruption."""
+        if "plan_with_all_memory" not in task.result:
+            road, memory = task.opened.road, budget_on(self.device, None)[0]
+            make = partial(plan_for, memory=memory, global_batch=task.case.global_batch, curve=False)
+            task.result["plan_with_all_memory"] = road.first_plan(road.ways(), make, verify=False).plan.to_json()
+        return Plan.from_json(task.result["plan_with_all_memory"])
+
     def _rivals(self, plan: Plan, task: "_Task") -> dict[str, Plan]:
         """The same ones after an interruption: the model may have been measured anew since, and others be worth it."""
         if "rivals" not in task.result:
@@ -122,7 +132,7 @@ class Bench:
                 "micro_batch": plan.micro_batch,
                 "k_steps": plan.k_steps,
                 "states": {state: states.count(state) for state in dict.fromkeys(states)},
-                "is_rival": name != CHOSEN,
+                "is_rival": name not in (CHOSEN, UNLIMITED),
             }
             with self._measuring(name, plan, task) as figures:
                 runs[name] = what | figures
@@ -135,7 +145,7 @@ class Bench:
         runs = task.result["runs"]
         if "failed" in runs[CHOSEN]:
             return  # there is nothing to compare
-        names = [CHOSEN, *(name for name in fastest_rivals(runs) if name in plans)]
+        names = [name for name in (CHOSEN, UNLIMITED, *fastest_rivals(runs)) if name in plans]
         for number in range(_FINALS):
             for name in names:
                 again = runs[name].setdefault("again", [])
@@ -148,7 +158,7 @@ class Bench:
         """What running a plan showed; what is done with it inside is saved."""
         self.check_time()
         began = time.perf_counter()
-        figures = task.opened.runner.run(plan, task.memory).as_dict()
+        figures = task.opened.runner.run(plan, plan.memory).as_dict()
         yield figures
         self.save()
         self.say(said_of(task.key, name, figures, time.perf_counter() - began))
@@ -213,7 +223,8 @@ def compared(result: Result) -> Result:
     # Who ran out of memory once is no alternative.
     rivals = {name: _speed(runs[name]) for name in fastest_rivals(runs) if not _has_failed(runs[name])}
     best = max(rivals, key=lambda name: rivals[name], default=None)
-    return {
+    beside = {"of_all_memory": speed / _speed(runs[UNLIMITED])} if UNLIMITED in runs and _ran(runs[UNLIMITED]) else {}
+    return beside | {
         "failed": _has_failed(runs[CHOSEN]),
         "peak": peak,
         "peak_error": result["predicted_peak"] / peak - 1,
