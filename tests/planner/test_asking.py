@@ -55,6 +55,10 @@ def asked(model=None, **settings):
         ({"memory": -1}, ValueError, "^memory: an amount of memory must not be negative, got -1"),
         ({"host_memory": "2 KiBs"}, ValueError, "^host_memory: .* got '2 KiBs'"),
         ({"host_memory": True}, TypeError, "^host_memory: .* got True"),
+        ({"k_steps": 0}, ValueError, "k_steps must be .* of 4 samples, from 1 to 4, got 0: write"),
+        ({"k_steps": 9, "global_batch": 8}, ValueError, "k_steps must be .* from 1 to 8, got 9: write"),
+        ({"k_steps": 2, "one_forward": True}, ValueError, "keeps the batch whole, got k_steps=2 too: leave one"),
+        ({"k_steps": 3, "global_batch": 8, "even": True}, ValueError, "got 8 samples in 3: take .* divides 8"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_with_a_remedy(settings, error, message):
@@ -76,6 +80,8 @@ def test_what_cannot_be_meant_is_refused_with_a_remedy(settings, error, message)
         ({"global_batch": 10**30}, ValueError, "global_batch must be .* from 1 to 2,147,483,648, got 10+: write"),
         ({"global_batch": 0}, ValueError, "global_batch must be .* got 0: write"),
         ({"global_batch": 4.0}, TypeError, "global_batch must be .* got 4.0: write"),
+        ({"k_steps": 2.0}, TypeError, "k_steps must be a number of micro-batches or None, got 2.0: write"),
+        ({"k_steps": True}, TypeError, "k_steps must be .* got True: write for example k_steps=4"),
     ],
 )
 def test_values_that_cannot_be_meant_are_refused_with_a_remedy(settings, error, message):
@@ -207,3 +213,11 @@ def test_what_people_mistype_is_understood(given, message):
     asked = {"sample": torch.randn(4, 16), "memory": "1GiB"} | given
     with pytest.raises((TypeError, ValueError), match=message):
         fleetx.plan(nn.Linear(16, 16), asked.pop("sample"), **asked)
+
+
+def test_so_many_micro_batches_as_were_asked_for():
+    plan = asked(global_batch=14, k_steps=4)
+    assert (plan.micro_batch, plan.k_steps, plan.shorter) == (4, 4, 2)
+    assert plan.reason.startswith("micro-batches of 4 were asked for")
+    assert asked(k_steps=1).reason.startswith("one forward of 4 was asked for")
+    assert asked(k_steps=1, one_forward=True).k_steps == 1

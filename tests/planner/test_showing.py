@@ -220,6 +220,29 @@ def test_what_the_command_advises_are_its_own_options(app, maker, arguments, mes
     assert re.search(message, " ".join(done.stderr.split()))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--k-steps", "9", "--global-batch", "8"],
+            "--k-steps: k_steps must be a number of micro-batches of 8 samples",
+        ),
+        (["--k-steps", "2", "--one-forward"], "--one-forward keeps the batch whole, got --k-steps 2 too"),
+    ],
+)
+def test_micro_batches_that_a_batch_does_not_have_are_refused(app, maker, arguments, message):
+    done = runner.invoke(app, [maker, "--memory", "1MiB", *arguments])
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.replace("│", " ").split())
+
+
+def test_the_command_takes_a_number_of_micro_batches(app, maker):
+    done = runner.invoke(
+        app, [maker, "--no-bf16", "--memory", "1MiB", "--global-batch", "12", "--k-steps", "3", "--json"]
+    )
+    assert Plan.from_json(done.stdout).k_steps == 3
+
+
 def test_what_cannot_be_written_is_told_after_the_plan(app, maker, tmp_path, monkeypatch):
     monkeypatch.setattr(Plan, "save", full)
     done = runner.invoke(app, [maker, "--no-bf16", "--memory", "1MiB", "--out", str(tmp_path / "plan.json")])

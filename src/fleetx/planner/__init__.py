@@ -37,6 +37,7 @@ def plan(
     memory: int | str | None = None,
     host_memory: int | str | None = None,
     global_batch: int | None = None,
+    k_steps: int | None = None,
     one_forward: bool = False,
     compile: bool = False,
     checkpoints: Sequence[str] | str = "auto",
@@ -53,7 +54,8 @@ def plan(
     is called with. `global_batch` is what one update sees (default: the sample's size), `memory` what the device may
     reserve (default: what is free, less a margin), `host_memory` what offload may use (default: no limit).
 
-    `one_forward=True` keeps the batch whole, for losses that couple its samples. `checkpoints` names the modules to cut
+    `k_steps` cuts the batch into so many micro-batches, for loops that have their own; `one_forward=True` keeps it
+    whole, for losses that couple its samples. `checkpoints` names the modules to cut
     at, by globs too; `"auto"` finds the model's blocks, and cuts each in two if whole ones do not fit. `precision` is
     the dtype of autocast. `even` allows only micro-batches of equal size. `bandwidth` is that of the host link in bytes
     per second, measured if not given. What was measured is kept on disk if `cached`. `verify=True` runs the plan on
@@ -71,6 +73,7 @@ def plan(
         checkpoints,
         precision,
         global_batch=global_batch,
+        k_steps=k_steps,
         bandwidth=bandwidth,
         one_forward=one_forward,
         even=even,
@@ -84,8 +87,10 @@ def plan(
     batch = batch_size(sample) if global_batch is None else global_batch
     budget, notes = budget_on(feeding.device, None if memory is None else asked.amount("memory", memory))
     cap = None if host_memory is None else asked.amount("host_memory", host_memory)
+    asked.check_slices(batch, k_steps, one_forward=one_forward, even=even)
 
-    question = {"memory": budget, "global_batch": batch, "host_memory": cap, "one_forward": one_forward, "even": even}
+    question: dict[str, Any] = {"memory": budget, "host_memory": cap, "global_batch": batch, "k_steps": k_steps}
+    question |= {"one_forward": one_forward, "even": even}
 
     def make(profile: Profile, *, curve: bool = True, prefer: int | None = None) -> Plan:
         return plan_for(profile, **question, curve=curve, prefer=prefer, words=words)

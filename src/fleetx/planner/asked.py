@@ -20,6 +20,7 @@ from fleetx.planner.updating import moved_by
 from fleetx.slicing import Batch
 from fleetx.units import parse_bytes
 
+_K_STEPS = "write for example k_steps=4, or leave it out to have it chosen"
 _PRECISIONS = (torch.bfloat16, torch.float16)
 
 
@@ -32,6 +33,7 @@ def check(
     precision: object,
     *,
     global_batch: object = None,
+    k_steps: object = None,
     bandwidth: object = None,
     **flags: object,
 ) -> None:
@@ -43,6 +45,8 @@ def check(
     _check_precision(precision)
     if global_batch is not None:
         check_batch(global_batch)
+    if k_steps is not None and (isinstance(k_steps, bool) or not isinstance(k_steps, int)):
+        raise TypeError(f"k_steps must be a number of micro-batches or None, got {shown(k_steps)}: {_K_STEPS}.")
     _check_bandwidth(bandwidth)
     for name, value in flags.items():
         if not isinstance(value, bool):
@@ -52,6 +56,24 @@ def check(
     _check_memory(model, sample)
     _check_loss(loss_fn)
     _check_call(model, sample, has_loss=loss_fn is not None)
+
+
+def check_slices(batch: int, k_steps: int | None, *, one_forward: bool = False, even: bool = False) -> None:
+    """Raise if a batch cannot be cut so."""
+    if k_steps is None:
+        return
+    if not 1 <= k_steps <= batch:
+        raise ValueError(
+            f"k_steps must be a number of micro-batches of {batch:,} samples, from 1 to {batch:,}, got "
+            f"{shown(k_steps)}: {_K_STEPS}."
+        )
+    if one_forward and k_steps != 1:
+        raise ValueError(f"one_forward=True keeps the batch whole, got k_steps={k_steps:,} too: leave one of them out.")
+    if even and batch % k_steps:
+        raise ValueError(
+            f"with even=True all micro-batches have one size, got {batch:,} samples in {k_steps:,}: take a number of "
+            f"micro-batches that divides {batch:,}, or leave out even."
+        )
 
 
 def cuts_at(model: nn.Module, checkpoints: Sequence[str]) -> list[str]:

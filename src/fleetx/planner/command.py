@@ -30,6 +30,9 @@ def plan_command(
     seq_len: Annotated[int | None, typer.Option(min=8, help="Tokens per sample of a BERT; 512 if not given.")] = None,
     image_size: Annotated[int | None, typer.Option(min=32, help="Pixels per side of an image; 224.")] = None,
     global_batch: Annotated[int | None, typer.Option(min=1, max=2**31, help="Samples that one update sees.")] = None,
+    k_steps: Annotated[
+        int | None, typer.Option(min=1, help="Micro-batches of an update, to be merged; chosen if not given.")
+    ] = None,
     memory: Annotated[str | None, typer.Option(help="What the device may reserve: 32GiB, or bytes.")] = None,
     host_memory: Annotated[str | None, typer.Option(help="What offload may use of the host.")] = None,
     one_forward: Annotated[bool, typer.Option(help="Keep the batch whole.")] = False,
@@ -49,9 +52,10 @@ def plan_command(
     import torch
 
     from fleetx import planner
-    from fleetx.planner.asked import check_checkpoints
+    from fleetx.planner.asked import check_checkpoints, check_slices
     from fleetx.planner.picture import draw_plan
     from fleetx.planner.samples import APPLICATIONS, application
+    from fleetx.slicing import batch_size
 
     if (maker is None) == (app is None):
         raise typer.BadParameter("give a model as module:function, or an application with --app; one of them.")
@@ -75,6 +79,12 @@ def plan_command(
         check_checkpoints(model, checkpoint or "auto")
     except ValueError as error:
         raise typer.BadParameter(f"--checkpoint: {error}") from error
+    if one_forward and k_steps not in (None, 1):
+        raise typer.BadParameter(f"--one-forward keeps the batch whole, got --k-steps {k_steps} too: leave one out.")
+    try:
+        check_slices(global_batch or batch_size(sample), k_steps)
+    except ValueError as error:
+        raise typer.BadParameter(f"--k-steps: {error}") from error
     _require_room_for_weights(model, optimizer, budget)
     if device == "cpu":
         typer.echo(f"{_SLOW}{_SOONER if app else ''}.", err=True)
@@ -87,6 +97,7 @@ def plan_command(
             memory=device_memory,
             host_memory=offloaded,
             global_batch=global_batch,
+            k_steps=k_steps,
             one_forward=one_forward,
             compile=compile,
             checkpoints=checkpoint or "auto",
