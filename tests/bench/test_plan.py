@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -22,9 +23,8 @@ from fleetx.planner import road
 from fleetx.planner.chain import State
 from fleetx.planner.feeding import Feeding
 from fleetx.planner.making import plan_for
-from fleetx.planner.plan import Plan
 from fleetx.planner.profile import measure
-from fleetx.report.tables import plan_table
+from fleetx.report.tables import budgets_table, plan_table
 from fleetx.units import format_bytes
 from tests.planner.profiles import transformer
 
@@ -105,7 +105,7 @@ def test_of_memory_that_ran_out_the_first_sentence_is_said():
 def test_a_case_is_measured_once_for_all_its_budgets(tmp_path, monkeypatch):
     measured, measure = [], road.measure
     monkeypatch.setattr(road, "measure", lambda *a, **k: measured.append(a[2]) or measure(*a, **k))
-    monkeypatch.setattr(Runner, "run", lambda *_: Ran(1, 1.0))
+    monkeypatch.setattr(Runner, "run", lambda *_, **__: Ran(1, 1.0))
     monkeypatch.setattr(bench, "TINY_CASES", [Case("stack", stack, 16, (800 * KIB, 1600 * KIB))])
     results, _, _ = bench.measure(tmp_path, tiny=True)
     assert len(results) == 2
@@ -116,7 +116,7 @@ def test_a_case_is_measured_once_for_all_its_budgets(tmp_path, monkeypatch):
 def test_a_run_that_is_out_of_time_is_taken_up_where_it_ended(cases, tmp_path, monkeypatch):
     ran = []
     run = Runner.run
-    monkeypatch.setattr(Runner, "run", lambda self, plan, memory: (ran.append(1), run(self, plan, memory))[1])
+    monkeypatch.setattr(Runner, "run", lambda *a, **k: (ran.append(1), run(*a, **k))[1])
     monkeypatch.setattr(time, "monotonic", lambda: float(len(ran)))
     _, path, complete = bench.measure(tmp_path, tiny=True, seconds=2.5)
     assert not complete
@@ -139,7 +139,7 @@ def ran_until(monkeypatch, folder, most, fails=lambda number: False):
     """What is saved after so many measurements, which all come out alike; and how many there were."""
     count = 0
 
-    def run(self, plan, memory):
+    def run(self, plan, memory, limited):
         nonlocal count
         count += 1
         return Ran(failed="out of memory") if fails(count) else Ran(100, 50.0 + plan.micro_batch)
@@ -198,22 +198,99 @@ def test_a_rival_that_fails_in_its_finals_is_no_alternative():
 
 def test_the_speed_with_all_memory_is_that_of_the_same_run(tmp_path, monkeypatch):
     """Machines differ by more than the bars leave."""
-    case = Case("stack", stack, 16, (800 * KIB,), beside_all_memory=True)
-    monkeypatch.setattr(bench, "TINY_CASES", [case])
+    cases = [
+        Case("stack", stack, 16, (None, 800 * KIB), beside="stack"),
+        Case("other", stack, 16, (800 * KIB,), beside="nobody"),
+    ]
+    monkeypatch.setattr(bench, "TINY_CASES", cases)
     monkeypatch.setattr(measuring, "budget_on", lambda _, budget: (budget or 2**26, ()))
-    limits = []
-
-    def run(_runner, plan, memory):
-        limits.append(memory)
-        return Ran(100, 10.0 if memory == 800 * KIB else 16.0)
-
-    monkeypatch.setattr(Runner, "run", run)
-    result = bench.measure(tmp_path, tiny=True)[0]["stack in 800 KiB"]
-    assert limits.count(2**26) == 3
-    assert Plan.from_json(result["plan_with_all_memory"]).memory == 2**26
-    assert result["of_all_memory"] == 10 / 16
+    speeds = {800 * KIB: iter([10.0] * 100), 2**26: iter([16.0, 20.0, 20.0, 20.0, 16.0, 10.0])}
+    monkeypatch.setattr(Runner, "run", lambda _, plan, memory, limited: Ran(100, next(speeds[memory])))
+    results = bench.measure(tmp_path, tiny=True)[0]
+    result = results["stack in 800 KiB"]
+    assert result["of_all_memory"] == pytest.approx((10 / 16 + 10 / 10) / 2)  # of the finals, one after the other
     assert result["of_best_rival"] == 1.0  # it is no rival
     assert "with all memory" not in result["rivals"]
+    assert all("taken" in run for run in result["runs"].values())
+    assert "of_all_memory" not in results["stack in all memory"] | results["other in 800 KiB"]
+
+
+def test_a_reference_that_runs_out_of_memory_does_not_run_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "TINY_CASES", [Case("stack", stack, 16, (None, 800 * KIB), beside="stack")])
+    monkeypatch.setattr(measuring, "budget_on", lambda _, budget: (budget or 2**26, ()))
+    large = iter([Ran(100, 1.0)] * 3 + [Ran(failed="memory")])
+    monkeypatch.setattr(Runner, "run", lambda _, plan, memory, limited: next(large) if memory == 2**26 else Ran(1, 2.0))
+    result = bench.measure(tmp_path, tiny=True)[0]["stack in 800 KiB"]
+    assert result["complete"]
+    assert "of_all_memory" not in result
+
+
+@pytest.mark.parametrize(
+    ("peaks", "limited", "caps"), [([90], 0, 0), ([110, 95], 110, 1), ([110, None], None, 1), ([None], None, 0)]
+)
+def test_only_what_takes_more_than_the_budget_is_limited_to_it(monkeypatch, peaks, limited, caps):
+    """torch's limit asks for more room than a device of that size would."""
+    left, capped = list(peaks), []
+    runner = Runner(Feeding(nn.Linear(2, 2)), None, None)
+    runner.on_gpu = True
+    monkeypatch.setattr(running, "_capped", lambda memory: capped.append(memory) or nullcontext())
+
+    def run(_self, _plan, _memory, _limit):
+        peak = left.pop(0)
+        return Ran(failed="memory") if peak is None else Ran(peak, 1.0)
+
+    monkeypatch.setattr(Runner, "_run_on_model", run)
+    ran = runner.run(None, 100)
+    assert (ran.failed is not None) if limited is None else (ran.limited == limited)
+    assert capped == [100] * caps
+    left[:] = [95]
+    if caps and limited:
+        again = runner.run(None, 100, limited=True)
+        assert (again.peak, again.limited, capped) == (95, 100, [100, 100])
+
+
+def saved_budgets(**others):
+    """Results of a large model, as far as the table needs them."""
+    row = {"case": "bert_large", "complete": True, "micro_batch": 8, "k_steps": 2, "global_batch": 16, "peak": 2**30}
+    cases = {
+        "bert_large in all memory": row | {"memory": 2**36, "samples_per_s": 100.0},
+        "bert_large in 16 GiB": row | {"memory": 2**34, "samples_per_s": 80.0},
+        "bert_large, one forward in 32 GiB": row | {"case": "x", "memory": 2**35, "samples_per_s": 70.0},
+    }
+    cases = {
+        name: case | others.get(case["case"] if name.endswith("16 GiB") else "", {}) for name, case in cases.items()
+    }
+    return {"what": "", "machine": {"cpu": "c", "cores": 2}, "versions": {"torch": "t"}, "cases": cases, "command": ""}
+
+
+def test_budgets_are_compared_with_all_memory_in_one_way():
+    result = saved_budgets()
+    lines = budgets_table(result).splitlines()
+    assert [line.split(" | ")[0].strip("| ") for line in lines[2:5]] == [
+        "16 GiB",
+        "all memory",
+        "one forward in 32 GiB",
+    ]
+    assert [line.strip("| ").rsplit(" | ")[-1] for line in lines[2:5]] == ["80%", "100%", "70%"]
+    # One of them in the same run, the other one not: that would be two kinds of figures in a column.
+    result["cases"]["bert_large in 16 GiB"]["of_all_memory"] = 0.9
+    assert "80%" in budgets_table(result)
+    result["cases"]["bert_large, one forward in 32 GiB"]["of_all_memory"] = 0.75
+    assert [line.strip("| ").rsplit(" | ")[-1] for line in budgets_table(result).splitlines()[2:5]] == [
+        "90%",
+        "100%",
+        "75%",
+    ]
+
+
+def test_budgets_that_ran_out_of_memory_are_shown_and_missing_ones_told():
+    result = saved_budgets()
+    for name in ("peak", "samples_per_s"):
+        del result["cases"]["bert_large in 16 GiB"][name]
+    assert "| 16 GiB | 8 × 2 | ran out of memory |" in budgets_table(result)
+    del result["cases"]["bert_large in all memory"]
+    with pytest.raises(ValueError, match="'bert_large in all memory', which is not measured yet: fleetx bench plan"):
+        budgets_table(result)
 
 
 def test_cases_are_chosen_by_name_and_those_without_their_library_are_left_out(cases):

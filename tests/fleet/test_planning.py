@@ -57,7 +57,7 @@ def test_a_planned_run_gives_the_bits_of_a_plain_one(door, offload):
     assert plan.measured.peak <= 1.03 * plan.memory
     assert any(one.save != "everything" for one in plan.states)
     assert memory.applied_to(model).cut_modules() == [segment.until for segment in plan.segments()]
-    assert "micro-batches of 8 were asked for" in optimizer.overview()
+    assert "2 micro-batches were asked for" in optimizer.overview()
 
 
 def test_the_first_forward_of_a_loop_is_planned_already(monkeypatch):
@@ -105,11 +105,15 @@ def test_without_a_global_batch_the_given_micro_batch_is_planned():
         by_step(model, optimizer, batches(1, size=64))
     assert 0 < caught.value.largest_micro_batch < 64
     assert "give recompute_configs.memory_budget='" in str(caught.value)
-    assert "merge micro-batches, with k_steps=" in str(caught.value)
+    assert "merge micro-batches of at most so many, with gradient_merge_configs.k_steps=" in str(caught.value)
     assert "one_forward" not in str(caught.value)
     model, optimizer = prepared(strategy({"memory_budget": "1300KiB"}, k_steps=2))
-    with pytest.raises(DoesNotFit, match="micro-batches of 32 samples need at least .* by a larger k_steps"):
+    with pytest.raises(DoesNotFit, match="of 32 samples need .* with gradient_merge_configs.k_steps=\\d+ or more"):
         by_step(model, optimizer, batches(1, size=64))
+    model, optimizer = prepared(strategy({"memory_budget": "1300KiB"}, k_steps=2))
+    # There a batch is a micro-batch, whatever k_steps is.
+    with pytest.raises(DoesNotFit, match="in batches of so many, with gradient_merge_configs.k_steps=\\d+"):
+        by_minimize(model, optimizer, batches(1, size=64))
 
 
 def test_the_notes_of_a_plan_are_told_once_and_in_the_words_of_a_strategy(caplog):
@@ -118,7 +122,7 @@ def test_the_notes_of_a_plan_are_told_once_and_in_the_words_of_a_strategy(caplog
         model, optimizer = prepared(strategy({}))
         by_step(model, optimizer, batches(1))
     (said,) = [record.message for record in caplog.records if "a note of the plan: batch norms" in record.message]
-    assert said.endswith("without gradient_merge and recompute_configs.global_batch it is whole.")
+    assert said.endswith("without gradient_merge it is whole.")
 
 
 @pytest.mark.parametrize(("factor", "is_kept"), [(1.0, True), (1.6, False), (0.5, False)])

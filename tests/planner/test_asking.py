@@ -7,6 +7,7 @@ from torch.nn import functional
 
 import fleetx
 from fleetx.planner.asked import check
+from fleetx.planner.fitting import DoesNotFit
 from fleetx.planner.meter import CountingMeter
 from fleetx.planner.updating import cost_of_update, moved_by
 
@@ -55,9 +56,13 @@ def asked(model=None, **settings):
         ({"memory": -1}, ValueError, "^memory: an amount of memory must not be negative, got -1"),
         ({"host_memory": "2 KiBs"}, ValueError, "^host_memory: .* got '2 KiBs'"),
         ({"host_memory": True}, TypeError, "^host_memory: .* got True"),
-        ({"k_steps": 0}, ValueError, "k_steps must be .* of 4 samples, from 1 to 4, got 0: write"),
-        ({"k_steps": 9, "global_batch": 8}, ValueError, "k_steps must be .* from 1 to 8, got 9: write"),
-        ({"k_steps": 2, "one_forward": True}, ValueError, "keeps the batch whole, got k_steps=2 too: leave one"),
+        ({"k_steps": 0}, ValueError, "4 samples have from 1 to 4 micro-batches, got k_steps=0: write .* k_steps=4"),
+        ({"k_steps": 9, "global_batch": 8}, ValueError, "from 1 to 8 micro-batches, got k_steps=9: write"),
+        (
+            {"k_steps": 2, "one_forward": True},
+            ValueError,
+            "one_forward keeps the batch whole, got k_steps=2 too: leave one",
+        ),
         ({"k_steps": 3, "global_batch": 8, "even": True}, ValueError, "got 8 samples in 3: take .* divides 8"),
     ],
 )
@@ -102,7 +107,8 @@ def test_what_is_doubtful_is_noted():
     assert asked(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)).notes == ()
     (note,) = asked().notes
     assert "no optimizer was given, so that memory for its state was not planned" in note
-    assert asked(net().requires_grad_(False), loss_fn=lambda out, y: NEEDS_GRADIENT * out.mean()).notes == ()
+    (note,) = asked(net().requires_grad_(False), loss_fn=lambda out, y: NEEDS_GRADIENT * out.mean()).notes
+    assert "no modules to cut at were found" in note  # none of them keeps anything
     other = torch.optim.SGD(net().parameters(), lr=0.1)
     first, second = asked(net().eval(), optimizer=other).notes
     assert "eval() mode" in first
@@ -218,6 +224,52 @@ def test_what_people_mistype_is_understood(given, message):
 def test_so_many_micro_batches_as_were_asked_for():
     plan = asked(global_batch=14, k_steps=4)
     assert (plan.micro_batch, plan.k_steps, plan.shorter) == (4, 4, 2)
-    assert plan.reason.startswith("micro-batches of 4 were asked for")
+    assert plan.reason.startswith("4 micro-batches were asked for")
     assert asked(k_steps=1).reason.startswith("one forward of 4 was asked for")
     assert asked(k_steps=1, one_forward=True).k_steps == 1
+
+
+class Normed(nn.Module):
+    """Refuses a single sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)) for _ in range(3)))
+
+    def forward(self, x):
+        return self.blocks(x)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"global_batch": 8, "k_steps": 8},
+            "of 2 samples or more, got 8 samples with k_steps=8: take k_steps=4 or less",
+        ),
+        (
+            {"global_batch": 9, "k_steps": 5},
+            "of 2 samples or more, got 9 samples with k_steps=5: take k_steps=4 or less",
+        ),
+        ({"global_batch": 1}, "takes 2 samples or more at a time, got global_batch=1: take global_batch=2 or more"),
+    ],
+)
+def test_micro_batches_that_a_model_refuses_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        asked(Normed(), **settings)
+
+
+def test_how_to_keep_a_batch_whole_depends_on_what_was_asked():
+    def said(model=None, **settings):
+        return " ".join(asked(model or Normed(), global_batch=8, **settings).notes)
+
+    assert "the whole batch; one_forward=True in place of k_steps keeps it whole" in said(k_steps=2)
+    assert "batch norms see" not in said(Normed().eval(), k_steps=2)  # they do not look at the others
+
+
+def test_that_nothing_can_be_cut_is_noted_and_told_if_it_does_not_fit():
+    shared = nn.Linear(16, 16)
+    model = nn.Sequential(shared, nn.Tanh(), shared)
+    assert any("no modules to cut at were found, each of which must run once" in note for note in asked(model).notes)
+    with pytest.raises(DoesNotFit, match="or name modules to cut at with checkpoints=.* no blocks were found"):
+        asked(model, memory="8KiB", one_forward=True, global_batch=512)

@@ -225,7 +225,7 @@ def test_what_the_command_advises_are_its_own_options(app, maker, arguments, mes
     [
         (
             ["--k-steps", "9", "--global-batch", "8"],
-            "--k-steps: k_steps must be a number of micro-batches of 8 samples",
+            "from 1 to 8 micro-batches, got --k-steps 9: write for example --k-steps 4",
         ),
         (["--k-steps", "2", "--one-forward"], "--one-forward keeps the batch whole, got --k-steps 2 too"),
     ],

@@ -19,28 +19,36 @@ from fleetx.comm import sharing, world
 from fleetx.fleet.consumption import Consumption
 from fleetx.memory import Applied, applied_to
 from fleetx.notices import tell_once
-from fleetx.planner.allocator import with_others
+from fleetx.planner.allocator import with_batch_there, with_others
 from fleetx.planner.budget import budget_on, free_on
-from fleetx.planner.costs import NOTHING, Profile
+from fleetx.planner.costs import Profile
 from fleetx.planner.feeding import Feeding
 from fleetx.planner.fitting import DoesNotFit, Words
 from fleetx.planner.making import plan_for
 from fleetx.planner.plan import Plan
+from fleetx.planner.profile import NO_LOSS
 from fleetx.planner.road import Road, with_curve
 from fleetx.planner.updating import tensors_of
 from fleetx.planner.verify import MOST_PLANS, allowed
-from fleetx.slicing import Batch, map_tensors
+from fleetx.slicing import Batch
 from fleetx.strategy import DistributedStrategy
 
 Door = Literal["minimize", "Step", "a program"]
+_LOSS_UNSEEN = "minimize() sees no loss function: what that takes is not planned, as fleetx.Step does it."
 CHECKED = 2  # updates; before the first one the optimizer has no state yet
 SMALLER = 0.9  # of the peak that ran out of memory
 WORDS = Words(
     memory="recompute_configs.memory_budget={!r}",
     global_batch="batches of {}",
+    k_steps="gradient_merge_configs.k_steps={}",
+    smaller="with gradient_merge_configs.k_steps={} or more",
     whole="without gradient_merge and recompute_configs.global_batch it is whole",
+    whole_instead="without gradient_merge it is whole",
     checkpoints="recompute_configs.checkpoints",
 )
+
+# Where the caller cuts: a batch is a micro-batch there.
+WORDS_OF_SLICES = WORDS._replace(smaller="in batches of so many, with gradient_merge_configs.k_steps={}")
 
 _plannings: "weakref.WeakKeyDictionary[nn.Module, Planning]" = weakref.WeakKeyDictionary()
 
@@ -120,7 +128,8 @@ class Planning:
         )
 
         def with_everything(profile: Profile) -> Profile:
-            return replace(self._with_everything(profile, batch, device), notes=(*profile.notes, *notes))
+            known = self._with_everything(profile, batch, device)
+            return replace(known, notes=(*self._notes_here(profile), *notes))
 
         # The first worker's for all: another one's batch may be cut elsewhere, and all must measure the same.
         ways = json.loads(sharing.from_first(json.dumps(list(road.ways())), device))
@@ -142,10 +151,13 @@ class Planning:
             fixed["compressed gradients"] = sum(2 * p.numel() for p in parameters)
         if world.size() > 1:
             profile = replace(profile, gradient_parts=())  # they stay in the buckets that are sent
-        there = _bytes_on(batch, device) if device.type == "cuda" else 0
-        if there:
-            return replace(profile, fixed=fixed | {"whole batch": there}, batch_bytes=NOTHING)
-        return replace(profile, fixed=fixed)
+        return with_batch_there(replace(profile, fixed=fixed), batch, device)
+
+    def _notes_here(self, profile: Profile) -> list[str]:
+        """`minimize` is given a loss, but not what makes it: nobody could give that to the planner."""
+        if self.door != "minimize":
+            return list(profile.notes)
+        return [_LOSS_UNSEEN if note == NO_LOSS else note for note in profile.notes]
 
     # Afterwards ------------------------------------------------------------------------------------------
 
@@ -231,12 +243,13 @@ class Planning:
     def _solved(self, profile: Profile | None, below: int | None, changed: Mapping[str, Any]) -> Plan:
         assert profile is not None
         question = {**self._question, **changed}
+        words = WORDS if self.door == "Step" else WORDS_OF_SLICES
         try:
-            return plan_for(profile, **question, words=WORDS)
+            return plan_for(profile, **question, words=words)
         except DoesNotFit as error:
             if below is None or error.least_memory is None or error.least_memory >= below:
                 raise
-            return plan_for(profile, **question | {"memory": error.least_memory}, words=WORDS)
+            return plan_for(profile, **question | {"memory": error.least_memory}, words=words)
 
     def _put_on(self, plan: Plan) -> None:
         self.take_off()
@@ -285,15 +298,3 @@ def _heard(text: str) -> Plan:
     if text.startswith('{"does not fit"'):
         raise DoesNotFit(*json.loads(text)["does not fit"])
     return Plan.from_json(text)
-
-
-def _bytes_on(batch: Batch, device: torch.device) -> int:
-    found: list[int] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        if tensor.device == device:
-            found.append(tensor.numel() * tensor.element_size())
-        return tensor
-
-    map_tensors(batch, note)
-    return sum(found)

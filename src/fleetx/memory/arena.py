@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fleetx.notices import tell_once
 from fleetx.units import format_bytes
 
 ALIGNMENT = 512
@@ -180,6 +181,7 @@ class HostArena:
         self._require_room(amount)
         slab = Slab(_pages(amount), [(0, amount)])
         if self.pin_for is not None:
+            _unregister_all()  # what could not be before
             slab.memory.zero_()  # on all cores: CUDA would ask for the pages one by one
             _register(slab.memory)
             # Also when nobody releases the arena: memory that is given back registered can never be registered again.
@@ -244,23 +246,30 @@ def _unpin(slab: Slab) -> None:
 
 
 def _unregister(memory: Tensor, device: torch.device) -> None:
-    """Before the memory is given back: pages that come to lie where others are still registered cannot be copied to.
+    """Before the memory is given back: pages that come to lie where others are still registered cannot be copied to."""
+    _registered.append((memory, device))
+    _unregister_all()
+
+
+def _unregister_all() -> None:
+    """All that nobody uses any more; later, if that cannot be done now.
 
     The garbage collector may ask for this at any moment; while a CUDA graph is captured nobody may wait for the device.
     """
-    _registered.append((memory, device))
     if torch.cuda.is_current_stream_capturing():
-        return  # with the next ones
+        return
     while _registered:
         memory, device = _registered.pop()
         try:
             torch.cuda.synchronize(device)  # a copy may still be under way
-        except BaseException:
-            _kept.append(memory)
-            raise
+        except RuntimeError:  # somebody else captures a graph
+            _registered.append((memory, device))
+            return
         if int(_cudart().cudaHostUnregister(memory.data_ptr())) != 0:
             _cudart().cudaGetLastError()  # else the next kernel would be blamed
             _kept.append(memory)
+            held = format_bytes(sum(one.numel() for one in _kept))
+            tell_once("arena.kept", f"CUDA would not unpin {held} of host memory, which stay pinned until the end.")
 
 
 def _available() -> int | None:

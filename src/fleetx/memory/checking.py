@@ -120,24 +120,27 @@ def _is_dense(tensor: Tensor) -> bool:
 def _signs(count: int, like: Tensor, size: float = 1.0) -> Tensor:
     """Plus and minus `size` in `count` rows, without an order that anything else might have; made once.
 
-    For each stream: another one might read them before they are there. What is made while a graph is captured is there
-    once that runs.
+    For each stream: another one might read them before they are there. A graph that is captured has its own, since it
+    would go on to read what is forgotten here.
     """
-    stream, is_captured = 0, False
+    stream = 0
     if like.device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            return _new_signs(count, like, size)
         stream = torch.cuda.current_stream(like.device).cuda_stream
-        is_captured = torch.cuda.is_current_stream_capturing()
     key = (count, like.dtype, like.device, stream, size)
-    if key in _made:
-        return _made[key]
-    places = torch.arange(1, count + 1, device=like.device)
-    mixed = [(places * places * factor + places * 40_503 >> 15) & 1 for factor in _FACTORS]
-    signs = torch.stack(mixed, 1).to(like.dtype).mul_(2 * size).sub_(size)
-    if not is_captured:
+    signs = _made.get(key)
+    if signs is None:
         if len(_made) >= _MOST_MADE:
             _made.clear()
-        _made[key] = signs
+        signs = _made[key] = _new_signs(count, like, size)
     return signs
+
+
+def _new_signs(count: int, like: Tensor, size: float) -> Tensor:
+    places = torch.arange(1, count + 1, device=like.device)
+    mixed = [(places * places * factor + places * 40_503 >> 15) & 1 for factor in _FACTORS]
+    return torch.stack(mixed, 1).to(like.dtype).mul_(2 * size).sub_(size)
 
 
 class LateFillers:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from fleetx.memory import applied_to
 from fleetx.memory.refusing import HAS_A_PLAN
 from fleetx.planner import asked
-from fleetx.planner.allocator import with_others
+from fleetx.planner.allocator import with_batch_there, with_others
 from fleetx.planner.blocks import find_blocks
 from fleetx.planner.budget import budget_on
 from fleetx.planner.costs import Profile
@@ -87,17 +87,19 @@ def plan(
     batch = batch_size(sample) if global_batch is None else global_batch
     budget, notes = budget_on(feeding.device, None if memory is None else asked.amount("memory", memory))
     cap = None if host_memory is None else asked.amount("host_memory", host_memory)
-    asked.check_slices(batch, k_steps, one_forward=one_forward, even=even)
+    asked.check_slices(batch, k_steps, words, one_forward=one_forward, even=even)
 
-    question: dict[str, Any] = {"memory": budget, "host_memory": cap, "global_batch": batch, "k_steps": k_steps}
-    question |= {"one_forward": one_forward, "even": even}
+    question: dict[str, Any] = {"memory": budget, "host_memory": cap, "global_batch": batch}
+    question |= {"k_steps": None if one_forward else k_steps, "one_forward": one_forward, "even": even}
 
     def make(profile: Profile, *, curve: bool = True, prefer: int | None = None) -> Plan:
+        asked.check_smallest(batch, k_steps, words, profile.smallest)
         return plan_for(profile, **question, curve=curve, prefer=prefer, words=words)
 
     def with_what_is_known(profile: Profile) -> Profile:
         fixed = with_others(profile.fixed, model, optimizer, sample, feeding.device)
-        return replace(profile, fixed=fixed, notes=(*profile.notes, *notes, *asked.doubts(model, optimizer)))
+        known = replace(profile, fixed=fixed, notes=(*profile.notes, *notes, *asked.doubts(model, optimizer)))
+        return with_batch_there(known, sample, feeding.device, batch / batch_size(sample))
 
     road = Road(feeding, sample, optimizer, compile, bandwidth, cached)
     ways = road.ways() if isinstance(checkpoints, str) else [asked.cuts_at(model, checkpoints)]

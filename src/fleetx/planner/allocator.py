@@ -1,8 +1,10 @@
 """CUDA's allocator: what it reserves for the tensors of a step, and what the process has on the device beside them."""
 
 import gc
+import math
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from torch import nn
 
 from fleetx.memory.structures import tensors_in
 from fleetx.notices import tell_once
-from fleetx.planner.costs import EXACTLY, NOTHING, Line, Reserve
+from fleetx.planner.costs import EXACTLY, NOTHING, Line, Profile, Reserve
 from fleetx.planner.updating import tensors_of
 from fleetx.slicing import Batch
 
@@ -64,3 +66,11 @@ def with_others(
     storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in ours}
     others = torch.cuda.memory_allocated(device) - sum(storages.values())
     return {**fixed, "others": max(0, others)}
+
+
+def with_batch_there(profile: Profile, batch: Batch, device: torch.device, times: float = 1.0) -> Profile:
+    """With a batch, or one so many `times` as large, that is on the device whole: its slices are views of it."""
+    there = sum(one.numel() * one.element_size() for one in tensors_in(batch) if one.device == device)
+    if device.type != "cuda" or not there:
+        return profile
+    return replace(profile, fixed={**profile.fixed, "whole batch": math.ceil(there * times)}, batch_bytes=NOTHING)

@@ -15,12 +15,12 @@ from fleetx.memory import Segment
 from fleetx.memory.names import find_cuts, matches
 from fleetx.memory.structures import tensors_in
 from fleetx.notices import shown
+from fleetx.planner.fitting import Words
 from fleetx.planner.search import check_batch
 from fleetx.planner.updating import moved_by
 from fleetx.slicing import Batch
 from fleetx.units import parse_bytes
 
-_K_STEPS = "write for example k_steps=4, or leave it out to have it chosen"
 _PRECISIONS = (torch.bfloat16, torch.float16)
 
 
@@ -46,7 +46,10 @@ def check(
     if global_batch is not None:
         check_batch(global_batch)
     if k_steps is not None and (isinstance(k_steps, bool) or not isinstance(k_steps, int)):
-        raise TypeError(f"k_steps must be a number of micro-batches or None, got {shown(k_steps)}: {_K_STEPS}.")
+        raise TypeError(
+            f"k_steps must be a number of micro-batches or None, got {shown(k_steps)}: write for example k_steps=4, or "
+            "leave it out to have it chosen."
+        )
     _check_bandwidth(bandwidth)
     for name, value in flags.items():
         if not isinstance(value, bool):
@@ -58,22 +61,45 @@ def check(
     _check_call(model, sample, has_loss=loss_fn is not None)
 
 
-def check_slices(batch: int, k_steps: int | None, *, one_forward: bool = False, even: bool = False) -> None:
-    """Raise if a batch cannot be cut so."""
+class CannotBeCut(ValueError):  # noqa: N818 - it reads as what it says
+    """A batch does not have so many micro-batches."""
+
+
+def check_slices(
+    batch: int, k_steps: int | None, words: Words, *, one_forward: bool = False, even: bool = False
+) -> None:
+    """Raise if a batch cannot be cut into so many micro-batches."""
     if k_steps is None:
         return
+    given = words.k_steps.format(k_steps)
     if not 1 <= k_steps <= batch:
-        raise ValueError(
-            f"k_steps must be a number of micro-batches of {batch:,} samples, from 1 to {batch:,}, got "
-            f"{shown(k_steps)}: {_K_STEPS}."
+        example = words.k_steps.format(min(4, batch))
+        raise CannotBeCut(
+            f"{batch:,} samples have from 1 to {batch:,} micro-batches, got {given}: write for example {example}, or "
+            "leave it out to have it chosen."
         )
     if one_forward and k_steps != 1:
-        raise ValueError(f"one_forward=True keeps the batch whole, got k_steps={k_steps:,} too: leave one of them out.")
+        raise CannotBeCut(f"{words.one_forward} keeps the batch whole, got {given} too: leave one of them out.")
     if even and batch % k_steps:
-        raise ValueError(
+        raise CannotBeCut(
             f"with even=True all micro-batches have one size, got {batch:,} samples in {k_steps:,}: take a number of "
             f"micro-batches that divides {batch:,}, or leave out even."
         )
+
+
+def check_smallest(batch: int, k_steps: int | None, words: Words, smallest: int) -> None:
+    """Raise if a model refuses micro-batches that are so small, as some batch norms do."""
+    if batch < smallest:
+        raise CannotBeCut(
+            f"this model takes {smallest:,} samples or more at a time, got {words.global_batch.format(batch)}: take "
+            f"{words.global_batch.format(smallest)} or more."
+        )
+    if k_steps is None or batch // k_steps >= smallest:
+        return
+    raise CannotBeCut(
+        f"this model takes micro-batches of {smallest:,} samples or more, got {batch:,} samples with "
+        f"{words.k_steps.format(k_steps)}: take {words.k_steps.format(batch // smallest)} or less."
+    )
 
 
 def cuts_at(model: nn.Module, checkpoints: Sequence[str]) -> list[str]:

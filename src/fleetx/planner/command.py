@@ -52,10 +52,9 @@ def plan_command(
     import torch
 
     from fleetx import planner
-    from fleetx.planner.asked import check_checkpoints, check_slices
+    from fleetx.planner import asked
     from fleetx.planner.picture import draw_plan
     from fleetx.planner.samples import APPLICATIONS, application
-    from fleetx.slicing import batch_size
 
     if (maker is None) == (app is None):
         raise typer.BadParameter("give a model as module:function, or an application with --app; one of them.")
@@ -76,15 +75,9 @@ def plan_command(
     model = model.to(device)
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-4)
     try:
-        check_checkpoints(model, checkpoint or "auto")
+        asked.check_checkpoints(model, checkpoint or "auto")
     except ValueError as error:
         raise typer.BadParameter(f"--checkpoint: {error}") from error
-    if one_forward and k_steps not in (None, 1):
-        raise typer.BadParameter(f"--one-forward keeps the batch whole, got --k-steps {k_steps} too: leave one out.")
-    try:
-        check_slices(global_batch or batch_size(sample), k_steps)
-    except ValueError as error:
-        raise typer.BadParameter(f"--k-steps: {error}") from error
     _require_room_for_weights(model, optimizer, budget)
     if device == "cpu":
         typer.echo(f"{_SLOW}{_SOONER if app else ''}.", err=True)
@@ -106,6 +99,8 @@ def plan_command(
             cached=cached,
             words=_words(),
         )
+    except asked.CannotBeCut as error:
+        raise typer.BadParameter(str(error)) from error
     except planner.DoesNotFit as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error
@@ -130,7 +125,10 @@ def _words() -> "Words":
         host_memory="--host-memory",
         one_forward="--one-forward",
         global_batch="--global-batch {}",
+        k_steps="--k-steps {}",
+        smaller="with --k-steps {} or more",
         whole="--one-forward keeps it whole",
+        whole_instead="--one-forward in place of --k-steps keeps it whole",
         checkpoints="--checkpoint",
     )
 

@@ -15,7 +15,10 @@ class Words(NamedTuple):
     host_memory: str = "host_memory"
     one_forward: str = "one_forward"
     global_batch: str = "global_batch={}"  # with a number
+    k_steps: str = "k_steps={}"  # with a number
+    smaller: str = "with k_steps={} or more"  # how micro-batches become smaller, with their number
     whole: str = "one_forward=True keeps it whole"
+    whole_instead: str = "one_forward=True in place of k_steps keeps it whole"
     checkpoints: str = "checkpoints=[...]"
 
 
@@ -71,19 +74,21 @@ def does_not_fit(
         if k_steps is None:
             remedies.append(f"leave out {words.one_forward}, so that smaller micro-batches are merged")
         else:
-            remedies.append(f"merge micro-batches, with k_steps={math.ceil(search.global_batch / largest):,} or more")
+            remedies.append(f"merge micro-batches of at most so many, {_smaller(search, largest, words)}")
     elif k_steps is not None and largest:
-        remedies.append(
-            f"take at most {largest:,} samples per micro-batch, by a larger k_steps "
-            f"({math.ceil(search.global_batch / largest):,} or more)"
-        )
-    elif not search.profile.segments and not is_of_update:
-        remedies.append(f"name modules to cut at with {words.checkpoints}, for no blocks were found")
+        remedies.append(f"take at most {largest:,} samples per micro-batch, {_smaller(search, largest, words)}")
     elif is_of_update:
         remedies.append("take an optimizer that needs less, or a smaller model")
     elif not one_forward or not remedies:
         remedies.append("take a smaller model or shorter inputs")
+    if not search.profile.segments and not is_of_update:
+        remedies.append(f"name modules to cut at with {words.checkpoints}, for no blocks were found")
     return DoesNotFit(f"{rule}: {', or '.join(remedies)}.", least, largest)
+
+
+def _smaller(search: Search, largest: int, words: Words) -> str:
+    """How to have micro-batches of at most this size."""
+    return words.smaller.format(math.ceil(search.global_batch / largest))
 
 
 def _never(search: Search, words: Words) -> tuple[str, list[str]]:

@@ -88,7 +88,7 @@ def plan_for(
         fixed_bytes=chain.fixed_bytes,
         update_seconds=profile.update_seconds,
         device=profile.device,
-        notes=notes(profile, best, gap, words),
+        notes=notes(profile, best, gap, words.whole if k_steps is None else words.whole_instead),
     )
 
 

@@ -33,7 +33,8 @@ def draw_plan(plan: Plan, path: str | Path) -> Path:
     step, trade = figure.subplots(1, 2, width_ratios=(3, 2))
     unit, size = next(((name, size) for name, size in _UNITS if plan.peak >= size), ("B", 1))
     _draw_step(step, plan, plan.moments, size)
-    step.set(title=f"Memory over a micro-batch of {plan.micro_batch:,}", xlabel="seconds", ylabel=unit)
+    of_what = "one forward" if plan.k_steps == 1 else "a micro-batch"
+    step.set(title=f"Memory over {of_what} of {plan.micro_batch:,}", xlabel="seconds, as predicted", ylabel=unit)
     _draw_trade(trade, plan, size)
     trade.set(title="Memory against speed", xlabel=f"budget, {unit}", ylabel="samples/s")
     for axes in (step, trade):

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from fleetx import memory
@@ -83,7 +84,7 @@ class Plan:
     reason: str
     one_forward: bool = False
     compile: bool = False
-    is_exact: bool = True  # nothing that fits is predicted to be faster, but for runners-up that took longer
+    is_exact: bool = True  # nothing that fits is predicted to be faster, but for what really was not better
     measured: Measured | None = None
     runners_up: tuple[RunnerUp, ...] = ()
     curve: tuple[Purchase, ...] = ()
@@ -172,7 +173,13 @@ class Plan:
 
         Any nested tuple, list, dict or dataclass of tensors; smaller batches, such as the last one, have fewer of them.
         """
-        return split(batch, math.ceil(batch_size(batch) / self.micro_batch))
+        size = batch_size(batch)
+        if self.one_forward and size > self.micro_batch:
+            raise ValueError(
+                f"a plan for one forward keeps batches of up to {self.micro_batch:,} samples whole, got {size:,}: make "
+                f"a plan with global_batch={size}."
+            )
+        return split(batch, self.k_steps if size == self.global_batch else math.ceil(size / self.micro_batch))
 
     def _cuts_of(self, model: nn.Module) -> Cuts:
         """Where the model is cut; another one than was planned is refused, though it may have the names that are used.
@@ -190,7 +197,7 @@ class Plan:
             )
             raise ValueError(
                 f"a plan is put on the model that it was made for, got another one, a {type(model).__name__}: its "
-                f"parameters have other names or shapes. {remedy}"
+                f"parameters have other names, shapes or dtypes. {remedy}"
             )
         return find_cuts(model, _segments(self.names, self.states))
 
@@ -252,8 +259,11 @@ class Plan:
 
 
 def fingerprint_of(model: nn.Module) -> str:
-    """What its parameters are called, and their shapes."""
-    facts = [(name, list(parameter.shape)) for name, parameter in model.named_parameters()]
+    """What its parameters are called, their shapes, and their dtypes where they are not the usual one."""
+    facts = [
+        (name, list(parameter.shape), *([] if parameter.dtype == torch.float32 else [str(parameter.dtype)]))
+        for name, parameter in model.named_parameters()
+    ]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 

@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from fleetx.planner import cache, link
@@ -34,7 +35,8 @@ from fleetx.slicing import Batch
 
 _NARROW = State("dear", dear=("attention", "narrow_matmul"))
 STATES = (EVERYTHING, State("inputs"), State("dear"), _NARROW)
-_NO_LOSS = "the model gave no loss, so that the mean of what it gave stood for one: give loss_fn to plan that too."
+NO_LOSS = "the model gave no loss, so that the mean of what it gave stood for one: give loss_fn to plan that too."
+_NO_BLOCKS = "no modules to cut at were found, each of which must run once in a forward: nothing is computed again."
 _NOT_COMPILED = "bytes are those of code that is not compiled: on a CPU others cannot be counted."
 COMPILED_STATES = (EVERYTHING, State("inputs"), _NARROW)  # each kind of dear outputs is a compilation of its own
 
@@ -166,7 +168,7 @@ class _Measuring:
                 sizes=counted_at,
                 device=device_name(device),
                 compiled=self.trials.compile,
-                couples_samples=any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()),
+                couples_samples=any(isinstance(m, _BatchNorm) and m.training for m in model.modules()),
                 loss_couples_samples=couples_samples(self.feeding, self.trials.batch(4)),
                 notes=(*update.notes, *counting.notes, *self._notes(counting)),
                 gradient_parts=gradient_parts,
@@ -199,7 +201,9 @@ class _Measuring:
         if counting.is_apart:
             yield _NOT_COMPILED
         if not self.seen.has_loss:
-            yield _NO_LOSS
+            yield NO_LOSS
+        if not self.trials.cuts:
+            yield _NO_BLOCKS
 
     def _smallest(self) -> int:
         """One, if the model takes a single sample: a batch norm over nothing but samples does not."""

@@ -41,7 +41,7 @@ def fastest_in_reality(
             best = known.verified(plan.peak)._replace(prefer=plan.k_steps)
     if best is None:
         return first
-    reason = f"{best.plan.reason} {_surprise(first.plan, expected, least)}"
+    reason = f"{best.plan.reason} {_surprise(first.plan, best.plan, expected, least)}"
     return best._replace(plan=replace(best.plan, reason=reason))
 
 
@@ -75,9 +75,19 @@ def _worth_trying(plan: Plan, took: float) -> list[RunnerUp]:
 
 def _is_better(seconds: float, peak: int, least: float, of_it: int) -> bool:
     """Than a plan that took `least` seconds and is predicted to take `of_it` bytes."""
-    return seconds < least * (1 - _CLEARLY) or (seconds <= least and peak <= of_it * _LEAVES_ROOM)
+    return _is_clearly_less(seconds, least) or (seconds <= least and peak <= of_it * _LEAVES_ROOM)
 
 
-def _surprise(plan: Plan, took: float, least: float) -> str:
-    how = "took more than the budget" if took == math.inf else f"real micro-batches took {took / least - 1:.1%} longer"
+def _is_clearly_less(seconds: float, than: float) -> bool:
+    return seconds < than * (1 - _CLEARLY)
+
+
+def _surprise(plan: Plan, best: Plan, took: float, least: float) -> str:
+    """Why the plan that was predicted to be the fastest was not taken."""
+    if took == math.inf:
+        how = "took more than the budget"
+    elif _is_clearly_less(least, took):
+        how = f"real micro-batches took {took / least - 1:.1%} longer"
+    else:
+        how = f"was no faster in reality, and takes {plan.peak / best.peak - 1:.1%} more memory"
     return f"{plan.micro_batch:,} × {plan.k_steps:,} was predicted to be the fastest, but {how}."

@@ -1,7 +1,6 @@
 """Why a plan was chosen, in words: merge or one forward, and what is to be known beside."""
 
 from fleetx.planner.costs import Profile
-from fleetx.planner.fitting import Words
 from fleetx.planner.search import Found, Search
 from fleetx.planner.solve import least_memory
 from fleetx.units import format_bytes
@@ -17,7 +16,7 @@ def reason(
     if one_forward:
         return f"one forward of {batch} was asked for; {_repeats(search, best)}."
     if k_steps is not None:
-        return f"micro-batches of {cut.micro_batch:,} were asked for; {_repeats(search, best)}."
+        return f"{k_steps:,} micro-batches were asked for; {_repeats(search, best)}."
     if cut.k_steps == 1:
         merged = next((one for one in found if one.cut.k_steps > 1), None)
         if merged is None:
@@ -35,15 +34,15 @@ def reason(
     return f"merged, {how_fast} one forward of {batch}, for which {_repeats(search, alone)}."
 
 
-def notes(profile: Profile, best: Found, gap: float, words: Words) -> tuple[str, ...]:
-    """What was noticed while measuring, and what the plan means for the training."""
+def notes(profile: Profile, best: Found, gap: float, keeps_whole: str) -> tuple[str, ...]:
+    """What was noticed while measuring, and what the plan means for the training; `keeps_whole` says how not to cut."""
     said = list(profile.notes)
     if best.cut.k_steps > 1 and profile.couples_samples:
-        said.append(f"batch norms see {best.cut.micro_batch:,} samples at a time, not the whole batch; {words.whole}.")
+        said.append(f"batch norms see {best.cut.micro_batch:,} samples at a time, not the whole batch; {keeps_whole}.")
     if best.cut.k_steps > 1 and profile.loss_couples_samples:
         said.append(
             "the loss of a few samples is no sum or mean over parts of them, as contrastive losses are none: merged "
-            f"micro-batches train something else than the whole batch; {words.whole}."
+            f"micro-batches train something else than the whole batch; {keeps_whole}."
         )
     if gap:
         said.append(f"the search was cut short: a plan up to {gap:.2%} faster might exist.")

@@ -143,7 +143,7 @@ class Timing:
             rounds = _rounds(self.trials, self._states(state, members), size, self._count(size))
         if rounds is None:
             return None
-        halves = [statistics.median(one.tail_seconds[half] for one in rounds) for half in (0, 1)]
+        halves = [statistics.median_low(one.tail_seconds[half] for one in rounds) for half in (0, 1)]
         return Seconds(
             self._medians(members, [one.forward_seconds for one in rounds]),
             self._medians(members, [one.backward_seconds for one in rounds]),
@@ -189,7 +189,7 @@ class Timing:
         for figures in rounds:
             for number in members:
                 values.setdefault(self.kinds[number], []).append(figures[number])
-        return {kind: statistics.median(one) for kind, one in values.items()}
+        return {kind: statistics.median_low(one) for kind, one in values.items()}
 
 
 def _rounds(trials: Trials, states: Sequence[State], size: int, count: int) -> list[Figures] | None:

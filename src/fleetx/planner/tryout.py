@@ -122,8 +122,9 @@ class Tryout:
             ends.append(moment(self.feeding.device))
         wait_for(self.feeding.device)
         took = list(itertools.starmap(seconds_between, itertools.pairwise(ends)))  # without the first: nobody was ahead
-        seconds = (plan.k_steps - plan.shorter) * statistics.median(took[:count])
-        return seconds + (plan.shorter * statistics.median(took[count:]) if shorter is not None else 0.0)
+        # Of two the faster one: what disturbed the other is not the plan's.
+        seconds = (plan.k_steps - plan.shorter) * statistics.median_low(took[:count])
+        return seconds + (plan.shorter * statistics.median_low(took[count:]) if shorter is not None else 0.0)
 
     def _memory(self, plan: Plan, step: Step) -> tuple[tuple[Moment, ...], int]:
         """At each cut and at most, with what is not there yet, such as the optimizer's state."""

@@ -76,7 +76,7 @@ def _made(make: Make, profile: Profile, bolder: Profile | None) -> tuple[Plan, P
     try:
         return make(profile), profile
     except DoesNotFit:
-        if bolder is None:
+        if bolder is None or bolder == profile:
             raise
         return make(bolder), bolder
 

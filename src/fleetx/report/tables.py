@@ -129,22 +129,40 @@ def _outcome(case: Result) -> tuple[str, ...]:
 def budgets_table(result: Result) -> str:
     """What memory buys: one large model at several budgets."""
     model, unlimited = "bert_large", "bert_large in all memory"
-    cases = {name: case for name, case in result["cases"].items() if name.startswith(model) and "peak" in case}
-    fastest = cases[unlimited]["samples_per_s"]
+    cases = {name: case for name, case in result["cases"].items() if name.startswith(model) and case.get("complete")}
+    if "samples_per_s" not in cases.get(unlimited, {}):
+        raise ValueError(
+            f"budgets are compared with {unlimited!r}, which is not measured yet: fleetx bench plan does that."
+        )
+    shares = _shares(cases, unlimited)
     rows = [
         (
             name.removeprefix(f"{model} in ").removeprefix(f"{model}, "),
             f"{case['micro_batch']:,} × {case['k_steps']}",
-            f"{case['peak'] / 2**30:.1f}",
-            f"{case['samples_per_s']:,.0f}",
-            f"{case.get('of_all_memory', case['samples_per_s'] / fastest):.0%}",  # in the same run, if there was one
+            *_bought(case, shares.get(name, 0.0)),
         )
-        for name, case in cases.items()
+        for name, case in sorted(cases.items(), key=lambda item: (item[1]["case"] != model, item[1]["memory"]))
+        if "micro_batch" in case
     ]
     heads = ("memory", "micro-batch × k", "takes, GiB", "samples/s", "of the speed with all memory")
     batch = cases[unlimited]["global_batch"]
     what = f"BERT-large, sequences of 512, updates of {batch:,}; the planner chose everything else"
     return _table(heads, rows) + _origin({**result, "what": what, "command": "fleetx bench plan"})
+
+
+def _shares(cases: dict[str, Result], unlimited: str) -> dict[str, float]:
+    """Of the speed with all memory: in the same run if all budgets have that, else of its own run."""
+    speeds = {name: case["samples_per_s"] for name, case in cases.items() if "samples_per_s" in case}
+    in_same_run = [cases[name].get("of_all_memory") for name in speeds if name != unlimited]
+    if in_same_run and None not in in_same_run:
+        return {name: cases[name].get("of_all_memory", 1.0) for name in speeds}
+    return {name: speed / speeds[unlimited] for name, speed in speeds.items()}
+
+
+def _bought(case: Result, share: float) -> tuple[str, ...]:
+    if "peak" not in case:
+        return "ran out of memory", "", ""
+    return f"{case['peak'] / 2**30:.1f}", f"{case['samples_per_s']:,.0f}", f"{share:.0%}"
 
 
 def digits_table(result: Result) -> str:

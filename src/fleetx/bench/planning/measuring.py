@@ -26,6 +26,7 @@ from fleetx.units import format_bytes
 Result = dict[str, Any]
 SIMULATED_LINK = 2e9  # bytes per second
 CHOSEN, UNLIMITED = "chosen", "with all memory"
+ALL_MEMORY = "in all memory"
 _FINALISTS, _FINALS = 3, 2
 
 
@@ -74,8 +75,7 @@ class Bench:
         plans = {CHOSEN: plan}
         if budget is not None:  # without a budget it is a reference
             plans |= self._rivals(plan, task)
-            if case.beside_all_memory:
-                plans[UNLIMITED] = self._unlimited(task)
+            plans |= self._unlimited(case)
         for name, one in plans.items():
             self._run(name, one, task)
         self._run_finals(plans, task)
@@ -106,13 +106,10 @@ class Bench:
         self.say(said_of(task.key, f"planned, {plan.micro_batch} × {plan.k_steps}", figures, plan.planning_seconds))
         return plan
 
-    def _unlimited(self, task: "_Task") -> Plan:
-        """What is predicted to be the fastest on the whole device; the same after an interruption."""
-        if "plan_with_all_memory" not in task.result:
-            road, memory = task.opened.road, budget_on(self.device, None)[0]
-            make = partial(plan_for, memory=memory, global_batch=task.case.global_batch, curve=False)
-            task.result["plan_with_all_memory"] = road.first_plan(road.ways(), make, verify=False).plan.to_json()
-        return Plan.from_json(task.result["plan_with_all_memory"])
+    def _unlimited(self, case: Case) -> dict[str, Plan]:
+        """The plan for the whole device, if there is one to compare with: it was measured before."""
+        known = self.results.get(f"{case.beside} {ALL_MEMORY}", {}).get("plan")
+        return {} if known is None else {UNLIMITED: Plan.from_json(known)}
 
     def _rivals(self, plan: Plan, task: "_Task") -> dict[str, Plan]:
         """The same ones after an interruption: the model may have been measured anew since, and others be worth it."""
@@ -145,20 +142,21 @@ class Bench:
         runs = task.result["runs"]
         if "failed" in runs[CHOSEN]:
             return  # there is nothing to compare
-        names = [name for name in (CHOSEN, UNLIMITED, *fastest_rivals(runs)) if name in plans]
+        names = [name for name in (CHOSEN, UNLIMITED, *fastest_rivals(runs)) if name in plans and _ran(runs[name])]
         for number in range(_FINALS):
             for name in names:
                 again = runs[name].setdefault("again", [])
                 if len(again) <= number:
-                    with self._measuring(f"{name}, again", plans[name], task) as figures:
+                    limited = bool(runs[name].get("limited"))
+                    with self._measuring(f"{name}, again", plans[name], task, limited) as figures:
                         again.append(figures)
 
     @contextmanager
-    def _measuring(self, name: str, plan: Plan, task: "_Task") -> Iterator[Result]:
+    def _measuring(self, name: str, plan: Plan, task: "_Task", limited: bool = False) -> Iterator[Result]:
         """What running a plan showed; what is done with it inside is saved."""
         self.check_time()
         began = time.perf_counter()
-        figures = task.opened.runner.run(plan, plan.memory).as_dict()
+        figures = task.opened.runner.run(plan, plan.memory, limited=limited).as_dict() | {"taken": now()}
         yield figures
         self.save()
         self.say(said_of(task.key, name, figures, time.perf_counter() - began))
@@ -195,7 +193,7 @@ class _Open:
 
 def key_of(case: Case, budget: int | None) -> str:
     """How a result is called."""
-    return f"{case.name} in {'all memory' if budget is None else format_bytes(budget)}"
+    return f"{case.name} {ALL_MEMORY if budget is None else f'in {format_bytes(budget)}'}"
 
 
 def said_of(key: str, name: str, figures: Result, seconds: float) -> str:
@@ -223,8 +221,7 @@ def compared(result: Result) -> Result:
     # Who ran out of memory once is no alternative.
     rivals = {name: _speed(runs[name]) for name in fastest_rivals(runs) if not _has_failed(runs[name])}
     best = max(rivals, key=lambda name: rivals[name], default=None)
-    beside = {"of_all_memory": speed / _speed(runs[UNLIMITED])} if UNLIMITED in runs and _ran(runs[UNLIMITED]) else {}
-    return beside | {
+    return _beside_all_memory(runs) | {
         "failed": _has_failed(runs[CHOSEN]),
         "peak": peak,
         "peak_error": result["predicted_peak"] / peak - 1,
@@ -233,6 +230,13 @@ def compared(result: Result) -> Result:
         "best_rival": best,
         "of_best_rival": None if best is None else speed / rivals[best],
     }
+
+
+def _beside_all_memory(runs: dict[str, Result]) -> Result:
+    """The speed beside that with all memory, of finals that ran one right after the other."""
+    pairs = zip(runs[CHOSEN].get("again", []), runs.get(UNLIMITED, {}).get("again", []), strict=False)
+    shares = [a["samples_per_s"] / b["samples_per_s"] for a, b in pairs if "failed" not in a and "failed" not in b]
+    return {"of_all_memory": statistics.median(shares)} if shares else {}
 
 
 def _ran(run: Result) -> list[Result]:

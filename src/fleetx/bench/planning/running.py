@@ -27,6 +27,7 @@ class Ran(NamedTuple):
     samples_per_s: float = 0.0
     allocated: int = 0  # bytes of tensors at most; the allocator has more
     allocator_retries: int = 0  # in each of which it waits for the device and gives memory back
+    limited: int = 0  # bytes that it took before the allocator was limited to the budget; 0 if it was not
     failed: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -58,16 +59,21 @@ class Runner:
         self.optimizer = optimizer
         self.on_gpu = feeding.device.type == "cuda"
 
-    def run(self, plan: Plan, memory: int | None) -> Ran:
+    def run(self, plan: Plan, memory: int | None, *, limited: bool = False) -> Ran:
         """Train with a plan within so much memory; None: as much as there is.
 
-        What takes more runs again with the allocator limited to it. Not all: torch asks whether there is room for the
-        whole of a block that only grows, which is stricter than a device of that size.
+        What takes more runs again with the allocator limited to it, and so does what was `limited` before. Not all:
+        torch asks whether there is room for the whole of a block that only grows, which is stricter than a device of
+        that size.
         """
-        ran = self._run_on_model(plan, memory, nullcontext())
-        if self.on_gpu and memory is not None and ran.peak > memory:
-            ran = self._run_on_model(plan, memory, _capped(memory))
-        return ran
+        took = 0
+        if not limited or memory is None or not self.on_gpu:
+            ran = self._run_on_model(plan, memory, nullcontext())
+            took = ran.peak
+            if memory is None or not self.on_gpu or took <= memory:
+                return ran
+        ran = self._run_on_model(plan, memory, _capped(memory))
+        return ran if ran.failed is not None else ran._replace(limited=took or memory)
 
     def _run_on_model(self, plan: Plan, memory: int | None, limited: AbstractContextManager[None]) -> Ran:
         self._free()
