@@ -427,3 +427,12 @@ def _net(dropout):
     for block in net.blocks:
         block.drop.p = dropout
     return net
+
+
+def test_minimize_does_not_advise_what_it_does_not_take(caplog):
+    """It is given a loss: nobody could give its function to the planner there."""
+    _told.clear()
+    model, optimizer = prepared(strategy({}))
+    by_minimize(model, optimizer, batches(2))
+    assert "minimize() sees no loss function" in caplog.text
+    assert "give loss_fn" not in caplog.text

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fleetx.memory import arena as host_memory
 from fleetx.memory.arena import ALIGNMENT, SMALL_SLAB, HostArena, Slab, _free_of_container
+from fleetx.notices import _told
 
 SIZES = st.one_of(st.integers(1, 5000), st.integers(1, SMALL_SLAB), st.sampled_from([512, 4096, SMALL_SLAB // 4]))
 ACTIONS = st.lists(st.tuples(st.booleans(), SIZES, st.integers(0, 10**6)), max_size=60)
@@ -210,7 +211,8 @@ class FakeCuda:
     """CUDA's list of registered memory."""
 
     def __init__(self, monkeypatch):
-        self.registered, self.errors, self.capturing, self.refuses = set(), 0, False, False
+        self.registered, self.errors = set(), 0
+        self.capturing = self.is_busy = self.refuses = False
         monkeypatch.setattr(host_memory, "_cudart", lambda: self)
         monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
@@ -218,6 +220,8 @@ class FakeCuda:
 
     def synchronize(self, _device):
         assert not self.capturing
+        if self.is_busy:
+            raise RuntimeError("operation not permitted when stream is capturing")
 
     def cudaHostRegister(self, pointer, _size, _flags):  # noqa: N802
         self.registered.add(pointer)
@@ -262,10 +266,24 @@ def test_while_a_graph_is_captured_pinned_memory_stays_and_goes_with_the_next(mo
     assert not host_memory._registered
 
 
-def test_memory_that_cuda_does_not_let_go_of_stays_and_no_kernel_is_blamed(monkeypatch):
+def test_what_cannot_be_unregistered_while_others_capture_is_later(monkeypatch):
     cuda = FakeCuda(monkeypatch)
+    made, other = pinned_once(), HostArena(pin_for=torch.device("cuda"))
+    cuda.is_busy = True
+    made.release()
+    assert len(cuda.registered) == len(host_memory._registered) == 1
+    cuda.is_busy = False
+    other.take(SMALL_SLAB)  # the next time that memory is pinned
+    assert not host_memory._registered
+    assert len(cuda.registered) == 1
+
+
+def test_memory_that_cuda_does_not_let_go_of_stays_and_no_kernel_is_blamed(monkeypatch, caplog):
+    cuda = FakeCuda(monkeypatch)
+    _told.clear()
     made = pinned_once()
     cuda.refuses = True
     del made
     assert cuda.errors == 0
     assert [memory.data_ptr() for memory in host_memory._kept] == [*cuda.registered]
+    assert "CUDA would not unpin 16 MiB of host memory" in caplog.text

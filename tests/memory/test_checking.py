@@ -1,6 +1,7 @@
 """The first time a segment is repeated it must give the same: what depends on something hidden is noticed."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -438,3 +439,27 @@ def test_where_last_bits_may_differ_equal_runs_pass():
 @pytest.mark.parametrize("kind", [Depends, Appends, Shuffles, Remembers])
 def test_where_last_bits_may_differ_what_depends_on_something_hidden_fails_too(kind, states):
     test_what_depends_on_something_hidden_fails_in_the_first_backward(kind, states)
+
+
+def test_signs_are_made_once_and_forgotten_when_there_are_many(monkeypatch):
+    monkeypatch.setattr(checking, "_made", {})
+    monkeypatch.setattr(checking, "_MOST_MADE", 2)
+    like = torch.zeros(1)
+    first = checking._signs(100, like)
+    assert checking._signs(100, like) is first
+    assert {*first.unique().tolist()} == {-1.0, 1.0}
+    half = checking._signs(100, like, 0.5)
+    assert torch.equal(half, first / 2)
+    assert checking._signs(100, like.double()).dtype == torch.float64  # for which the others had to go
+    assert checking._signs(100, like) is not first
+    assert torch.equal(checking._signs(100, like), first)
+    assert len(checking._made) <= 2
+
+
+def test_a_captured_graph_has_signs_of_its_own(monkeypatch):
+    monkeypatch.setattr(checking, "_made", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(checking, "_new_signs", lambda count, like, size: object())
+    like = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
+    assert checking._signs(100, like) is not checking._signs(100, like)
+    assert not checking._made

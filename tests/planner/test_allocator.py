@@ -6,6 +6,7 @@ import torch
 from fleetx.notices import _told
 from fleetx.planner import allocator
 from fleetx.planner.costs import EXACTLY, Reserve
+from tests.planner.profiles import transformer
 
 CUDA = torch.device("cuda")
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -73,3 +74,23 @@ def test_on_a_cpu_nobody_else_is_counted():
     counted = allocator.with_others(fixed, model, None, torch.ones(2, 2), torch.device("cpu"))
     assert counted == fixed
     assert counted is not fixed
+
+
+class Gpu:
+    """A device on which all tensors are."""
+
+    type = "cuda"
+
+    def __eq__(self, other):
+        return True
+
+    __hash__ = None
+
+
+def test_a_batch_that_is_on_the_device_stays_there_whole():
+    profile, batch = transformer(2), {"x": torch.zeros(4, 8), "y": torch.zeros(4, dtype=torch.int64)}
+    there = allocator.with_batch_there(profile, batch, Gpu(), times=2.5)
+    assert there.fixed["whole batch"] == 2.5 * 4 * (8 * 4 + 8)
+    assert there.chain(64).fixed["batch"] == 0 < profile.chain(64).fixed["batch"]
+    assert allocator.with_batch_there(profile, batch, CUDA) == profile  # it is elsewhere
+    assert allocator.with_batch_there(profile, batch, torch.device("cpu")) == profile  # where nobody moves batches

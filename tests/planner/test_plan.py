@@ -577,6 +577,25 @@ def test_a_plan_splits_batches_as_a_step_does():
     assert [len(part["x"]) for part in plan.split(batch)] == [22, 21, 21]
     assert [len(part["x"]) for part in plan.split({"x": torch.arange(5)})] == [5]
     assert [len(part) for part in plan.split(torch.arange(66))] == [22, 22, 22]
+    as_asked = plan_for(transformer(4), memory=2**34, global_batch=10, k_steps=7, curve=False)
+    assert [len(part) for part in as_asked.split(torch.arange(10))] == [2, 2, 2, 1, 1, 1, 1]
+
+
+def test_a_batch_that_is_to_stay_whole_is_not_split():
+    plan = plan_for(transformer(4), memory=2**35, global_batch=16, one_forward=True, curve=False)
+    assert [len(part) for part in plan.split(torch.arange(16))] == [16]
+    assert [len(part) for part in plan.split(torch.arange(5))] == [5]
+    with pytest.raises(ValueError, match="batches of up to 16 samples whole, got 17: make a plan with global_batch=17"):
+        plan.split(torch.arange(17))
+
+
+def test_a_model_of_another_dtype_is_another_one():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plan = replace(plan_for(transformer(2), memory=2**34, global_batch=2, curve=False), names=("0", "1")).of(model)
+    plan.apply(model).remove()
+    for dtype in (torch.float64, torch.bfloat16):
+        with pytest.raises(ValueError, match="got another one, .* other names, shapes or dtypes"):
+            plan.apply(model.to(dtype))
 
 
 def test_a_plan_is_on_the_model_inside_of_a_with_statement():

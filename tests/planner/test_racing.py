@@ -79,6 +79,8 @@ def test_a_runner_up_that_leaves_more_room_is_taken_if_it_takes_no_longer(monkey
     seconds = {first.k_steps: times, smaller.k_steps: 1.0}
     found = raced(lambda plan: seconds.get(plan.k_steps, 2.0))[1]
     assert found.plan.k_steps == (smaller if is_taken else first).k_steps
+    said = f"but was no faster in reality, and takes {first.peak / smaller.peak - 1:.1%} more memory."
+    assert found.plan.reason.endswith(said) == is_taken
 
 
 def test_a_plan_that_was_unlucky_runs_again_before_another_one_takes_its_place():
