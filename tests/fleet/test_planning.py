@@ -14,8 +14,8 @@ from fleetx.fleet import planning as planning_module
 from fleetx.fleet.consumption import Consumption, Taken
 from fleetx.notices import _told
 from fleetx.planner import cache, road
-from fleetx.planner.costs import Line
 from fleetx.planner.fitting import DoesNotFit
+from fleetx.planner.lines import Line
 from fleetx.planner.plan import Plan, fingerprint_of
 from fleetx.planner.tryout import Tryout
 from fleetx.planner.verify import Verified

@@ -4,7 +4,8 @@ import random
 from dataclasses import replace
 
 from fleetx.planner.chain import State
-from fleetx.planner.costs import EXACTLY, Line, OptionCost, Profile, SegmentCost
+from fleetx.planner.costs import EXACTLY, OptionCost, Profile, SegmentCost
+from fleetx.planner.lines import Line
 
 MIB = 2**20
 BYTES = ("kept", "forward_bytes", "backward_bytes", "sent", "holds", "released")

@@ -32,6 +32,7 @@ def asked(model=None, **settings):
         ({"checkpoints": 5}, TypeError, "must be a list of names or .* got 5: write for example"),
         ({"checkpoints": []}, ValueError, "at least one module, got none"),
         ({"checkpoints": "0"}, ValueError, "got '0': write \\['0'\\]"),
+        ({"checkpoints": [""]}, ValueError, "no module '' to cut at: model.named_modules"),
         ({"checkpoints": ["nope"]}, ValueError, "no module 'nope' to cut at: model.named_modules"),
         ({"checkpoints": ["0", "00"]}, ValueError, "no module '00' to cut at: did you mean '0"),
         ({"optimizer": torch.optim.AdamW}, TypeError, "got the class AdamW: make one with the model's parameters"),

@@ -14,8 +14,9 @@ from torch import nn
 from fleetx import memory
 from fleetx.memory import Segment
 from fleetx.planner.chain import State, evaluate
-from fleetx.planner.costs import Line, Profile, Reserve
+from fleetx.planner.costs import Profile, Reserve
 from fleetx.planner.fitting import DoesNotFit
+from fleetx.planner.lines import Line
 from fleetx.planner.making import plan_for
 from fleetx.planner.plan import Plan
 from fleetx.planner.search import Cut, Outlook, Search, cuts_of

@@ -15,9 +15,10 @@ from fleetx.notices import _told
 from fleetx.planner import cache
 from fleetx.planner.blocks import find_blocks
 from fleetx.planner.chain import State, evaluate
-from fleetx.planner.costs import NOTHING, Line, OptionCost, Profile, SegmentCost
+from fleetx.planner.costs import OptionCost, Profile, SegmentCost
 from fleetx.planner.counting import Counting
 from fleetx.planner.feeding import Feeding, resized
+from fleetx.planner.lines import NOTHING, Line
 from fleetx.planner.making import plan_for
 from fleetx.planner.meter import CountingMeter
 from fleetx.planner.plan import Plan

@@ -8,9 +8,9 @@ from torch import nn
 
 import fleetx
 from fleetx.planner import cache, tryout, verify
-from fleetx.planner.costs import Line
 from fleetx.planner.feeding import Feeding
 from fleetx.planner.fitting import DoesNotFit
+from fleetx.planner.lines import Line
 from fleetx.planner.making import plan_for
 from fleetx.planner.observing import Watch
 from fleetx.planner.plan import Moment

@@ -12,7 +12,8 @@ from torch import nn
 
 from fleetx.memory.structures import tensors_in
 from fleetx.notices import tell_once
-from fleetx.planner.costs import EXACTLY, NOTHING, Line, Profile, Reserve
+from fleetx.planner.costs import EXACTLY, Profile, Reserve
+from fleetx.planner.lines import NOTHING, Line
 from fleetx.planner.updating import tensors_of
 from fleetx.slicing import Batch
 

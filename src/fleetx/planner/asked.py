@@ -210,8 +210,8 @@ def check_checkpoints(model: nn.Module, checkpoints: object) -> None:
         raise TypeError(f'{rule}, got {shown(checkpoints)}: write for example ["blocks.0", "blocks.1"].')
     if not checkpoints:
         raise ValueError('checkpoints must name at least one module, got none: leave them to FleetX with "auto".')
-    known = [name for name, _ in model.named_modules(remove_duplicate=False)]
-    unknown = [pattern for pattern in checkpoints if not any(name and matches(name, pattern) for name in known)]
+    known = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    unknown = [pattern for pattern in checkpoints if not any(matches(name, pattern) for name in known)]
     if unknown:
         near = difflib.get_close_matches(unknown[0], known, n=3)
         remedy = f"did you mean {' or '.join(map(repr, near))}?" if near else "model.named_modules() lists all names."

@@ -18,7 +18,7 @@ from fleetx.planner.feeding import Feeding
 from fleetx.slicing import Batch
 from fleetx.version import __version__
 
-FORMAT = 9
+FORMAT = 10
 _REMEDY = "let XDG_CACHE_HOME name a folder that can be written to."
 
 

@@ -1,93 +1,15 @@
-"""What a step costs at any micro-batch size: bytes and seconds as straight lines, from measurements at a few sizes."""
+"""What a step costs at any micro-batch size: the bytes and seconds of its segments, and of all around them."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from fleetx.planner.chain import Chain, Option, Stage, State
+from fleetx.planner.lines import NOTHING, Line
 
-_BUSY = 1.04  # by so many times, at most, a sample takes longer in half the micro-batch if the device is busy
-_WAITING = 1.1  # times the expected seconds: there it waited
-_LAUNCHES = 0.3  # part of the seconds: what takes so long at all events are launches, which samples do not wait for
 _BELIEVED = 0.9  # part of what a real step took less: another plan may be wrong by less
 _LITTLE = 1e-3  # part of a backward that recompute and copies take at least: of equally fast plans, the simplest
-
-
-class Line(NamedTuple):
-    """An amount that grows with the micro-batch: so much at all events and so much per sample, or `least` if more.
-
-    It may be bent: from `onward` samples on it is `there` and so much per sample `beyond` that, and between `until` and
-    `onward` straight from one to the other.
-    """
-
-    fixed: float = 0.0
-    per_sample: float = 0.0
-    least: float = 0.0
-    until: int = 0
-    onward: int = 0
-    there: float = 0.0
-    beyond: float = 0.0
-
-    @classmethod
-    def through(cls, sizes: Sequence[int], values: Sequence[float]) -> "Line":
-        """The line that fits two measurements best; what shrinks with the micro-batch is taken as constant."""
-        (small, large), (first, second) = sizes, values
-        slope = (second - first) / (large - small)
-        if slope < 0:
-            return cls(max(0.0, first, second), 0.0)
-        fixed = first - slope * small
-        # Below zero only by noise: then through the larger size, where noise matters less.
-        return cls(fixed, slope) if fixed >= 0 else cls(0.0, max(0.0, second) / large)
-
-    @classmethod
-    def bent(cls, sizes: Sequence[int], values: Sequence[float]) -> "Line":
-        """Through two measurements with few samples and, if there are four, two with many."""
-        near = cls.through(sizes[:2], values[:2])
-        if len(sizes) == 2:
-            return near
-        (onward, most), (there, last) = sizes[2:], values[2:]
-        return near._replace(
-            until=sizes[1], onward=onward, there=there, beyond=max(0.0, (last - there) / (most - onward))
-        )
-
-    @classmethod
-    def of_time(cls, sizes: Sequence[int], values: Sequence[float]) -> "Line":
-        """The seconds of something, from those at two sizes and maybe a far smaller one before them.
-
-        Two give a straight line. With three, where a sample takes longer in half the micro-batch, the device waited for
-        its next kernel, unless all lie on a line: then it takes so long at all events, and beyond that what the larger
-        size takes per sample.
-        """
-        (small, large), (first, second) = sizes[-2:], values[-2:]
-        line = cls.through(sizes[-2:], values[-2:])
-        if len(sizes) == 2:
-            return line
-        waits_when_small = values[0] > line.at(sizes[0]) * _WAITING
-        if not waits_when_small and line.fixed < _LAUNCHES * second:
-            return line
-        floor = min(values)  # not the first: it may have been slow by chance, and then others were faster
-        if first / small > second / large * _BUSY:
-            return cls(0.0, second / large, least=floor)
-        return line._replace(least=floor) if waits_when_small else line
-
-    def at(self, micro_batch: int) -> float:
-        """The amount at a micro-batch size."""
-        if self.onward and micro_batch > self.until:
-            way = min(1.0, (micro_batch - self.until) / (self.onward - self.until))
-            begun = self._near(self.until)
-            return begun + way * (self.there - begun) + self.beyond * max(0, micro_batch - self.onward)
-        return self._near(micro_batch)
-
-    def _near(self, micro_batch: int) -> float:
-        return max(self.least, self.fixed + self.per_sample * micro_batch)
-
-    def bytes_at(self, micro_batch: int) -> int:
-        """The same, in whole bytes and never too few."""
-        return math.ceil(self.at(micro_batch) - 1e-6)
-
-
-NOTHING = Line()
 
 
 class Reserve(NamedTuple):
@@ -265,7 +187,7 @@ class Profile:
             "unexplained",
             "gaps",
         )
-        made: dict[str, Any] = dict(values) | {name: Line(*values[name]) for name in line_names}
+        made: dict[str, Any] = dict(values) | {name: Line.read(values[name]) for name in line_names}
         made["reserve"] = Reserve(*values["reserve"])
         made["segments"] = tuple(_segment(one) for one in values["segments"])
         made |= {name: tuple(values[name]) for name in ("sizes", "notes", "gradient_parts")}
@@ -289,12 +211,12 @@ def _more(state: State) -> float:
 
 def _segment(values: Mapping[str, Any]) -> SegmentCost:
     made: dict[str, Any] = dict(values)
-    made["forward_seconds"] = Line(*values["forward_seconds"])
+    made["forward_seconds"] = Line.read(values["forward_seconds"])
     made["options"] = tuple(_option(one) for one in values["options"])
     return SegmentCost(**made)
 
 
 def _option(values: Mapping[str, Any]) -> OptionCost:
     save, home, dear = values["state"]
-    lines = {name: Line(*value) for name, value in values.items() if name not in ("state", "launches")}
+    lines = {name: Line.read(value) for name, value in values.items() if name not in ("state", "launches")}
     return OptionCost(state=State(save, home, tuple(dear)), launches=values["launches"], **lines)

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 
 from fleetx.planner.chain import State
-from fleetx.planner.costs import NOTHING, Line, OptionCost, SegmentCost
+from fleetx.planner.costs import OptionCost, SegmentCost
+from fleetx.planner.lines import NOTHING, Line
 from fleetx.planner.observing import Bytes, bytes_of
 from fleetx.planner.trials import MOST_SAMPLES, Trials, all_worth_moving, steps_before
 

@@ -21,10 +21,11 @@ from torch.optim import Optimizer
 from fleetx.planner import cache, link
 from fleetx.planner.allocator import gaps_on, let_segments_grow, reserve_on
 from fleetx.planner.chain import State
-from fleetx.planner.costs import Line, Profile
+from fleetx.planner.costs import Profile
 from fleetx.planner.counting import EVERYTHING, Counting
 from fleetx.planner.facts import device_name, fact
 from fleetx.planner.feeding import Feeding, bytes_per_sample
+from fleetx.planner.lines import Line
 from fleetx.planner.merging import couples_samples
 from fleetx.planner.timing import Timing
 from fleetx.planner.tracing import OTHER_SEED, Trace, dropped, trace

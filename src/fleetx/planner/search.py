@@ -1,7 +1,6 @@
 """The loop over micro-batch × merge around the solver: the fastest ways to train with one profile. Pure; no device."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import NamedTuple
@@ -11,7 +10,8 @@ import numpy as np
 from fleetx.notices import shown
 from fleetx.planner.bounds import rough_bound_with_cap
 from fleetx.planner.chain import Chain, State, equally_many, evaluate
-from fleetx.planner.costs import Line, Profile
+from fleetx.planner.costs import Profile
+from fleetx.planner.lines import Lines
 from fleetx.planner.solve import WIDTHS, Solution, fits, least_memory, solve
 from fleetx.planner.states import Floats
 
@@ -80,13 +80,13 @@ class Outlook:
         self._bandwidth = profile.bandwidth
         self._cap = math.inf if host_memory is None else host_memory
         self._without_segments = replace(profile, segments=())
-        self._forward = _Lines(segment.forward_seconds for segment in profile.segments)
+        self._forward = Lines(segment.forward_seconds for segment in profile.segments)
         options = [o for row in equally_many([segment.options for segment in profile.segments]) for o in row]
         self._shape = len(profile.segments), len(options) // max(1, len(profile.segments))
-        self._seconds, self._kept = _Lines(o.seconds for o in options), _Lines(o.kept for o in options)
-        self._sent = _Lines(o.sent for o in options)
+        self._seconds, self._kept = Lines(o.seconds for o in options), Lines(o.kept for o in options)
+        self._sent = Lines(o.sent for o in options)
         self._launches = np.array([o.launches for o in options], np.float64).reshape(self._shape)
-        self._runs = _Lines(o.forward_bytes for o in options), _Lines(o.backward_bytes for o in options)
+        self._runs = Lines(o.forward_bytes for o in options), Lines(o.backward_bytes for o in options)
         self._is_away = np.array([o.state.home == "host" for o in options], bool).reshape(self._shape)
 
     def least_seconds(self, micro_batch: int, memory: int, *, merged: bool) -> float:
@@ -96,7 +96,7 @@ class Outlook:
         seconds = float(forward.sum()) + around.tail_forward_seconds + around.tail_backward_seconds
         if not len(forward):
             return seconds
-        at = partial(_Lines.at, micro_batch=micro_batch)
+        at = partial(Lines.at, micro_batch=micro_batch)
         kept, first, second = (at(lines).reshape(self._shape) for lines in (self._kept, *self._runs))
         room = memory - around.fixed_bytes + 1  # a byte for rounding
         before = np.cumsum(kept.min(axis=1)) - kept.min(axis=1)
@@ -115,22 +115,6 @@ class Outlook:
             return np.where(self._is_away, math.inf, seconds)
         windows = np.append(forward[1:], tail)
         return seconds + np.maximum(0.0, sent / self._bandwidth - windows[:, None])
-
-
-class _Lines:
-    """Many lines at once."""
-
-    def __init__(self, lines: Iterable[Line]) -> None:
-        self._columns = np.array([*lines], np.float64).reshape(-1, len(Line._fields)).T
-
-    def at(self, micro_batch: int) -> Floats:
-        """The amounts at a micro-batch size, as `Line.at` has them."""
-        fixed, per_sample, least, until, onward, there, beyond = self._columns
-        is_bent = (onward > 0) & (micro_batch > until)
-        near = np.maximum(least, fixed + per_sample * np.where(is_bent, until, micro_batch))
-        way = np.minimum(1.0, (micro_batch - until) / np.where(is_bent, onward - until, 1.0))
-        far = near + way * (there - near) + beyond * np.maximum(0.0, micro_batch - onward)
-        return np.where(is_bent, far, near)
 
 
 class Search:

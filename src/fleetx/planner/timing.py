@@ -16,8 +16,9 @@ import torch
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from fleetx.planner.chain import State, evaluate
-from fleetx.planner.costs import Line, OptionCost, Profile, SegmentCost
+from fleetx.planner.costs import OptionCost, Profile, SegmentCost
 from fleetx.planner.counting import EVERYTHING
+from fleetx.planner.lines import Line
 from fleetx.planner.observing import Figures, Watch, seconds_of
 from fleetx.planner.tracing import Trace
 from fleetx.planner.trials import MOST_SAMPLES, Trials
