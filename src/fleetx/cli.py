@@ -253,6 +253,7 @@ def bench_plan(
         float | None, typer.Option(min=0, help="Stop after so long; the next run goes on from there.")
     ] = None,
     compile: Annotated[bool, typer.Option(help="Compiled segments.")] = False,
+    anew: Annotated[bool, typer.Option("--anew", help="Also what is saved already; to go on, leave it out.")] = False,
     tiny: Annotated[bool, typer.Option(help="Small models on a simulated device, on any machine.")] = False,
 ) -> None:
     """The planner: predicted against measured memory, and its plans against plans made by hand."""
@@ -264,7 +265,7 @@ def bench_plan(
         raise typer.BadParameter("fleetx bench plan needs a GPU, and this machine has none: add --tiny.")
     _pattern(only)
     try:
-        results, path, complete = plan.measure(out, tiny=tiny, only=only, seconds=seconds, compile=compile)
+        results, path, complete = plan.measure(out, tiny=tiny, only=only, seconds=seconds, compile=compile, anew=anew)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     heads = ("case", "micro-batch × k", "peak", "predicted", "samples/s", "of the best by hand")

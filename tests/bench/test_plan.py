@@ -165,6 +165,18 @@ def test_wherever_it_was_interrupted_nothing_runs_twice(one_case, tmp_path, monk
         assert (rest, len(result["runs"])) == (count - first, len(whole["runs"]))
 
 
+def test_what_is_saved_is_measured_anew_if_that_is_asked_for(tmp_path, monkeypatch):
+    cases = [Case("stack", stack, 16, (800 * KIB,)), Case("other", stack, 16, (800 * KIB,))]
+    monkeypatch.setattr(bench, "TINY_CASES", cases)
+    speeds = iter(range(1, 1000))
+    monkeypatch.setattr(Runner, "run", lambda *_, **__: Ran(1, float(next(speeds))))
+    before = json.loads(json.dumps(bench.measure(tmp_path, tiny=True)[0]))
+    assert bench.measure(tmp_path, tiny=True)[0] == before
+    after = bench.measure(tmp_path, tiny=True, only="stack", anew=True)[0]
+    assert after["other in 800 KiB"] == before["other in 800 KiB"]
+    assert after["stack in 800 KiB"]["samples_per_s"] > before["other in 800 KiB"]["samples_per_s"]
+
+
 def test_rivals_of_a_former_version_that_are_not_tried_any_more_are_left_alone(one_case, tmp_path, monkeypatch):
     ran_until(monkeypatch, tmp_path, 3)
     path = next(tmp_path.glob("*.json"))

@@ -124,6 +124,14 @@ def test_a_budget_that_the_device_does_not_have_is_lowered_and_said_so():
     assert any("planned for that" in note for note in plan.notes)
 
 
+def test_a_sample_on_the_device_means_that_batches_are_there_whole():
+    model, (sample, *_) = make(), batches(1)
+    there = tuple(part.cuda() for part in sample)
+    plan = X.plan(model, there, loss_fn=nn.functional.mse_loss, global_batch=256)
+    assert plan.peak_by_kind["whole batch"] == 256 * 128 * (512 + 8) * 4
+    assert "batch" not in plan.peak_by_kind
+
+
 @pytest.mark.filterwarnings("ignore:::torch")  # its compiler's own
 @pytest.mark.filterwarnings("ignore:of the segment that ends at .* only the inputs are saved")
 def test_compiled_segments_are_planned():

@@ -29,12 +29,25 @@ TINY_WHAT = "Small models in fp32 on a simulated device of the stated size"
 
 
 def measure(
-    folder: Path, *, tiny: bool = False, only: str | None = None, seconds: float | None = None, compile: bool = False
+    folder: Path,
+    *,
+    tiny: bool = False,
+    only: str | None = None,
+    seconds: float | None = None,
+    compile: bool = False,
+    anew: bool = False,
 ) -> tuple[dict[str, Any], Path, bool]:
-    """All cases and budgets that `only` is found in: the results, their file, and whether there was time for all."""
+    """All cases and budgets that `only` is found in: the results, their file, and whether there was time for all.
+
+    What was measured before is not measured again, unless `anew`.
+    """
     name = "plan-tiny" if tiny else "plan-compiled" if compile else "plan"
     path = folder / f"{name}.json"
     results = so_far(path) or {}
+    cases = chosen(TINY_CASES if tiny else CASES, only or "")
+    for case in cases if anew else ():
+        for budget in case.budgets:
+            results.pop(key_of(case, budget), None)
     ends = None if seconds is None else time.monotonic() + seconds
 
     def save() -> None:
@@ -49,7 +62,7 @@ def measure(
     if tiny:
         torch.set_num_threads(1)  # what is tiny takes longer with more
     try:
-        for case in chosen(TINY_CASES if tiny else CASES, only or ""):
+        for case in cases:
             bench.measure(case)
     except OutOfTime:
         return results, path, False
