@@ -28,6 +28,7 @@ SIMULATED_LINK = 2e9  # bytes per second
 CHOSEN, UNLIMITED = "chosen", "with all memory"
 ALL_MEMORY = "in all memory"
 _FINALISTS, _FINALS = 3, 2
+_PAIRS = 5  # finals of the chosen plan and the one with all memory: they differ by little
 
 
 class OutOfTime(Exception):  # noqa: N818 - it reads as what it says
@@ -142,14 +143,22 @@ class Bench:
         runs = task.result["runs"]
         if "failed" in runs[CHOSEN]:
             return  # there is nothing to compare
-        names = [name for name in (CHOSEN, UNLIMITED, *fastest_rivals(runs)) if name in plans and _ran(runs[name])]
+        pair = [name for name in (CHOSEN, UNLIMITED) if name in plans and _ran(runs[name])]
+        rivals = [name for name in fastest_rivals(runs) if name in plans]
         for number in range(_FINALS):
-            for name in names:
-                again = runs[name].setdefault("again", [])
-                if len(again) <= number:
-                    limited = bool(runs[name].get("limited"))
-                    with self._measuring(f"{name}, again", plans[name], task, limited) as figures:
-                        again.append(figures)
+            for name in [*pair, *rivals]:
+                self._run_again(name, number, plans[name], task)
+        for number in range(_FINALS, _PAIRS if UNLIMITED in pair else 0):
+            for name in pair:
+                self._run_again(name, number, plans[name], task)
+
+    def _run_again(self, name: str, number: int, plan: Plan, task: "_Task") -> None:
+        """A plan for the so-manieth time after the first, if it did not run so often yet."""
+        run = task.result["runs"][name]
+        again = run.setdefault("again", [])
+        if len(again) <= number:
+            with self._measuring(f"{name}, again", plan, task, bool(run.get("limited"))) as figures:
+                again.append(figures)
 
     @contextmanager
     def _measuring(self, name: str, plan: Plan, task: "_Task", limited: bool = False) -> Iterator[Result]:
