@@ -34,7 +34,7 @@ from fleetx.slicing import Batch
 from fleetx.strategy import DistributedStrategy
 
 Door = Literal["minimize", "Step", "a program"]
-_LOSS_UNSEEN = "minimize() sees no loss function: what that takes is not planned, as fleetx.Step does it."
+_LOSS_UNSEEN = "minimize() sees no loss function: what that takes is not planned. fleetx.Step plans it too."
 CHECKED = 2  # updates; before the first one the optimizer has no state yet
 SMALLER = 0.9  # of the peak that ran out of memory
 WORDS = Words(

@@ -94,7 +94,7 @@ class Tryout:
                 # allocator has then is in more pieces than before.
                 self._free_gradients()
                 watch.step(batch)
-            if shorter is not None:  # its blocks do not fit where those of the others were, and need room of their own
+            if shorter is not None:  # another size leaves other gaps
                 watch.step(shorter)
             took = 0.0
             if not self.on_gpu:  # where bytes are counted one by one, that takes time

@@ -66,14 +66,16 @@ class Runner:
         torch asks whether there is room for the whole of a block that only grows, which is stricter than a device of
         that size.
         """
-        took = 0
-        if not limited or memory is None or not self.on_gpu:
+        if memory is None or not self.on_gpu:  # a simulated device has its own limit
+            return self._run_on_model(plan, memory, nullcontext())
+        took = memory
+        if not limited:
             ran = self._run_on_model(plan, memory, nullcontext())
             took = ran.peak
-            if memory is None or not self.on_gpu or took <= memory:
+            if took <= memory:
                 return ran
         ran = self._run_on_model(plan, memory, _capped(memory))
-        return ran if ran.failed is not None else ran._replace(limited=took or memory)
+        return ran if ran.failed is not None else ran._replace(limited=took)
 
     def _run_on_model(self, plan: Plan, memory: int | None, limited: AbstractContextManager[None]) -> Ran:
         self._free()
