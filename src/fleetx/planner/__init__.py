@@ -55,12 +55,12 @@ def plan(
     reserve (default: what is free, less a margin), `host_memory` what offload may use (default: no limit).
 
     `k_steps` cuts the batch into so many micro-batches, for loops that have their own; `one_forward=True` keeps it
-    whole, for losses that couple its samples. `checkpoints` names the modules to cut
-    at, by globs too; `"auto"` finds the model's blocks, and cuts each in two if whole ones do not fit. `precision` is
-    the dtype of autocast. `even` allows only micro-batches of equal size. `bandwidth` is that of the host link in bytes
-    per second, measured if not given. What was measured is kept on disk if `cached`. `verify=True` runs the plan on
-    real micro-batches, and plans anew if they take more than the budget, or differ from the prediction by more than
-    3 %. `words` are what messages call these settings, for whoever has them under other names.
+    whole, for losses that couple its samples. `checkpoints` names the modules to cut at, by globs too; `"auto"` finds
+    the model's blocks, and cuts each in two if whole ones do not fit. `precision` is the dtype of autocast. `even`
+    allows only micro-batches of equal size. `bandwidth` is that of the host link in bytes per second, measured if not
+    given. What was measured is kept on disk if `cached`. `verify=True` runs the plan on real micro-batches, and plans
+    anew if they take more than the budget, or differ from the prediction by more than 3 %. `words` are what messages
+    call these settings, for whoever has them under other names.
 
     The model, its gradients, buffers and all random generators are as before afterwards.
     """

@@ -153,7 +153,7 @@ class Bench:
                 self._run_again(name, number, plans[name], task)
 
     def _run_again(self, name: str, number: int, plan: Plan, task: "_Task") -> None:
-        """A plan for the so-manieth time after the first, if it did not run so often yet."""
+        """A plan once more, if it did not run more than so many times after the first."""
         run = task.result["runs"][name]
         again = run.setdefault("again", [])
         if len(again) <= number:
