@@ -5,11 +5,13 @@ half as large as with torch's own autocast, whose LayerNorm gives fp32.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fleetx.applications import bias_gradients, residual_norm
 from fleetx.applications.bert_config import BertConfig
 from fleetx.applications.bert_packing import Packing
 from fleetx.applications.cheap_dropout import CheapDropout
@@ -68,27 +70,44 @@ class BertSelfAttention(nn.Module):
     def forward(self, hidden: Tensor, visible: Visible) -> Tensor:
         """What each position gathers from those it may look at."""
         dropout = self.dropout if self.training else 0.0
-        projected = self._projected(hidden).unflatten(-1, (3, self.heads, -1))
         if isinstance(visible, Packing):
+            projected = self._projected(hidden).unflatten(-1, (3, self.heads, -1))
             return attend(projected, visible, dropout).flatten(1)
-        query, key, value = (part.transpose(1, 2) for part in projected.unbind(2))
+        query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self._parts(hidden))
         context = functional.scaled_dot_product_attention(query, key, value, attn_mask=visible, dropout_p=dropout)
         return context.transpose(1, 2).flatten(2)
 
+    @property
+    def _layers(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
+        return self.query, self.key, self.value
+
+    def _parts(self, hidden: Tensor) -> Sequence[Tensor]:
+        """Queries, keys and values."""
+        if bias_gradients.can_take(hidden) and all(_is_usual(layer, nn.Linear) for layer in self._layers):
+            weight, bias = self._joined()
+            return bias_gradients.parts_with_bias(functional.linear(hidden, weight, bias.detach()), bias)
+        return self._projected(hidden).chunk(3, -1)
+
     def _projected(self, hidden: Tensor) -> Tensor:
         """Queries, keys and values, one beside the other."""
-        parts = (self.query, self.key, self.value)
-        if any(_is_special(part, nn.Linear) for part in parts):
-            return torch.cat([part(hidden) for part in parts], dim=-1)
+        if not all(_is_usual(layer, nn.Linear) for layer in self._layers):
+            return torch.cat([layer(hidden) for layer in self._layers], dim=-1)
         # One product three times as wide is faster than three.
-        weight, bias = (torch.cat([getattr(part, name) for part in parts]) for name in ("weight", "bias"))
-        return functional.linear(hidden, weight, bias)
+        return functional.linear(hidden, *self._joined())
+
+    def _joined(self) -> tuple[Tensor, Tensor]:
+        """Weights and biases, one below the other."""
+        return torch.cat([layer.weight for layer in self._layers]), torch.cat([layer.bias for layer in self._layers])
 
 
-def _is_special(part: nn.Module, usual: type[nn.Module]) -> bool:
-    """Whether somebody replaced the layer or watches it: then it must be called itself."""
+def _is_usual(part: nn.Module, usual: type[nn.Module]) -> bool:
+    """Whether what a part does may be done without calling it: nobody replaced it, some of it, or watches it."""
+    if type(part) is not usual or "forward" in vars(part):
+        return False
     hooks = part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks
-    return type(part) is not usual or any(hooks) or bool(nn.modules.module._has_any_global_hook())
+    if any(hooks) or nn.modules.module._has_any_global_hook():
+        return False
+    return all(type(parameter) in (Tensor, nn.Parameter) for parameter in part._parameters.values())
 
 
 class BertResidual(nn.Module):
@@ -102,10 +121,18 @@ class BertResidual(nn.Module):
 
     def forward(self, hidden: Tensor, shortcut: Tensor) -> Tensor:
         """The new residual stream."""
-        projected = self.dense(hidden)
-        if _is_special(self.dropout, CheapDropout):
-            return self.LayerNorm(self.dropout(projected) + shortcut)
-        return self.LayerNorm(self.dropout.added_to(shortcut, projected))
+        if residual_norm.can_take(shortcut) and self._is_one_pass(shortcut):
+            projected = functional.linear(hidden, self.dense.weight)
+            return residual_norm.residual_norm(
+                projected, self.dense.bias, shortcut, self.LayerNorm, self.dropout.present_rate
+            )
+        return self.LayerNorm(self.dropout(self.dense(hidden)) + shortcut)
+
+    def _is_one_pass(self, shortcut: Tensor) -> bool:
+        if self.dropout.present_rate >= 1.0 or compute_dtype(self.dense.weight) != shortcut.dtype:
+            return False
+        parts = (self.dense, nn.Linear), (self.LayerNorm, StreamLayerNorm), (self.dropout, CheapDropout)
+        return all(_is_usual(part, usual) for part, usual in parts)
 
 
 class BertAttention(nn.Module):
@@ -130,6 +157,8 @@ class BertIntermediate(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """The wide hidden states."""
+        if bias_gradients.can_take(hidden) and _is_usual(self.dense, nn.Linear):
+            return bias_gradients.biased_gelu(functional.linear(hidden, self.dense.weight), self.dense.bias)
         return functional.gelu(self.dense(hidden))
 
 

@@ -6,7 +6,7 @@ low 32 bits of the product of its two words lie below a threshold. The words are
 to be kept for the backward in place of a mask, which would be half as large as the input.
 
 Where the model is compiled, the compiler makes it one kernel with its neighbours; for low precision on a GPU there is a
-kernel that adds the shortcut of a residual too; elsewhere it is torch's own dropout.
+kernel, and another one that does the rest of a residual too (``residual_norm``); elsewhere it is torch's own dropout.
 """
 
 from typing import Any
@@ -29,18 +29,16 @@ class CheapDropout(nn.Dropout):
         if self._drops_some_of(input) and torch.compiler.is_compiling():
             return thinned(input, draw_words(input), self.p)
         if self._has_own_kernel(input):
-            return _Thinned.apply(input, None, draw_words(input), self.p)
+            return _Thinned.apply(input, draw_words(input), self.p)
         return super().forward(input)
 
-    def added_to(self, shortcut: Tensor, input: Tensor) -> Tensor:
-        """The sum of both, of `input` with zeros: in one pass where that is possible."""
-        is_one_pass = self._has_own_kernel(input) and own_kernels.can_take(shortcut)
-        if is_one_pass and input.shape == shortcut.shape and input.dtype == shortcut.dtype:
-            return _Thinned.apply(input, shortcut, draw_words(input), self.p)
-        return self(input) + shortcut
+    @property
+    def present_rate(self) -> float:
+        """The share of numbers that is dropped now: none in evaluation."""
+        return self.p if self.training else 0.0
 
     def _drops_some_of(self, input: Tensor) -> bool:
-        return self.training and 0.0 < self.p < 1.0 and input.dim() > 0 and not self.inplace
+        return 0.0 < self.present_rate < 1.0 and input.dim() > 0 and not self.inplace
 
     def _has_own_kernel(self, input: Tensor) -> bool:
         if not own_kernels.can_take(input) or not self._drops_some_of(input):
@@ -63,30 +61,23 @@ def thinned(input: Tensor, words: Tensor, dropout: float) -> Tensor:
 
 
 class _Thinned(torch.autograd.Function):
-    """The input with zeros, and maybe a shortcut that is added."""
+    """The input with zeros."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, shortcut: Tensor | None, words: Tensor, dropout: float) -> Tensor:
+    def forward(ctx: Any, input: Tensor, words: Tensor, dropout: float) -> Tensor:
         ctx.save_for_backward(words)
         ctx.dropout = dropout
-        return thinned_by_kernel(input, shortcut, words, dropout)
+        return thinned_by_kernel(input, words, dropout)
 
     @staticmethod
-    def backward(  # type: ignore[bad-override]  # a base class that takes anything
-        ctx: Any, gradient: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[bad-override]
         (words,) = ctx.saved_tensors
-        needs_input, needs_shortcut, *_ = ctx.needs_input_grad
-        of_input = None
-        if needs_input and own_kernels.must_be_torchs(gradient):
-            of_input = thinned(gradient, words, ctx.dropout)
-        elif needs_input:
-            of_input = thinned_by_kernel(gradient, None, words, ctx.dropout)
-        return of_input, gradient if needs_shortcut else None, None, None
+        differentiate = thinned if own_kernels.must_be_torchs(gradient) else thinned_by_kernel
+        return differentiate(gradient, words, ctx.dropout), None, None
 
 
-def thinned_by_kernel(input: Tensor, shortcut: Tensor | None, words: Tensor, dropout: float) -> Tensor:
-    """The input with zeros, and the shortcut added if there is one."""
+def thinned_by_kernel(input: Tensor, words: Tensor, dropout: float) -> Tensor:
+    """The input with zeros."""
     from fleetx.applications import cheap_dropout_kernels
 
     kernel: Any = cheap_dropout_kernels.thinned_kernel
@@ -97,8 +88,7 @@ def thinned_by_kernel(input: Tensor, shortcut: Tensor | None, words: Tensor, dro
         return output
     block = min(_COLUMNS, 1 << (columns - 1).bit_length())
     grid = (-(-rows // _ROWS), -(-columns // block))
-    added = None if shortcut is None else shortcut.contiguous()
     numbers = rows, columns, dropout_threshold(dropout), keep_probability(dropout)
     with own_kernels.on_device_of(input):
-        kernel[grid](input.contiguous(), added, words, output, *numbers, ROWS=_ROWS, COLUMNS=block, num_warps=4)
+        kernel[grid](input.contiguous(), words, output, *numbers, ROWS=_ROWS, COLUMNS=block, num_warps=4)
     return output

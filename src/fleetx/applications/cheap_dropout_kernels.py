@@ -8,10 +8,8 @@ import triton.language as tl
 
 
 @triton.jit(do_not_specialize=["threshold"])
-def thinned_kernel(
-    input, shortcut, words, output, rows, columns, threshold, keep, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """Zeros in `input`, (rows, columns), contiguous like all others; `shortcut`, which may be None, is added."""
+def thinned_kernel(input, words, output, rows, columns, threshold, keep, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Zeros in `input`, (rows, columns), contiguous like the output."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_row, is_column = row < rows, column < columns
@@ -21,6 +19,4 @@ def thinned_kernel(
     mask = is_row[:, None] & is_column[None, :]
     value = tl.load(input + place, mask, other=0.0).to(tl.float32)
     value = tl.where(of_rows[:, None] * of_columns[None, :] >= threshold, value / keep, 0.0)
-    if shortcut is not None:
-        value += tl.load(shortcut + place, mask, other=0.0).to(tl.float32)
     tl.store(output + place, value.to(output.dtype.element_ty), mask)
