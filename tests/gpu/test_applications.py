@@ -11,11 +11,11 @@ from torch import nn
 
 import fleetx as X
 from fleetx import fleet
-from fleetx.applications import Bert_base, Resnet50
+from fleetx.applications import Bert_base, Resnet50, bias_gradients, own_kernels, residual_norm
 from fleetx.applications import packed_attention as kernels
 from fleetx.applications.bert_config import to_hugging_face
 from fleetx.applications.bert_unpad import pack
-from fleetx.applications.cheap_dropout import CheapDropout, thinned
+from fleetx.applications.cheap_dropout import CheapDropout, draw_words, thinned
 from fleetx.applications.stream_norm import StreamLayerNorm
 from tests.applications import bert_plain as plain
 from tests.gpu.test_step import NoWaiting
@@ -270,40 +270,115 @@ def test_a_model_without_padding_gives_what_it_gives_with_padding(compiled, mask
         assert ours_off < 2 * padded_off + 0.01 * gradient.norm() + 1e-7, name
 
 
-@pytest.mark.parametrize(("rows", "width"), [(32768, 1024), (40000, 768), (70000, 200)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_norm_of_the_residual_stream_has_precise_gradients_that_repeat(rows, width, dtype):
-    torch.manual_seed(0)
-    norm = StreamLayerNorm(width).cuda()
-    input, gradient = (torch.randn(rows, width, device="cuda", dtype=dtype) for _ in range(2))
-    exact = StreamLayerNorm(width).cuda().double()
-    exact(input.double()).backward(gradient.double())
-    seen = []
-    for _ in range(2):
-        norm.zero_grad()
-        output = norm(input.requires_grad_())
-        assert type(output.grad_fn).__name__ == "_StreamNormBackward"
-        output.backward(gradient)
-        seen.append([norm.weight.grad, norm.bias.grad])
-    for ours, again, theirs in zip(*seen, [exact.weight.grad, exact.bias.grad], strict=True):
-        assert torch.equal(ours, again)
-        torch.testing.assert_close(ours.double(), theirs, rtol=1e-3, atol=2e-3 * theirs.abs().max().item())
-
-
 @pytest.mark.parametrize("shape", [(8, 512, 1024), (1029, 1500), (1024, 3, 256)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_dropout_of_a_residual_keeps_words_and_no_mask(shape, dtype):
+def test_dropout_keeps_words_and_no_mask(shape, dtype):
     torch.manual_seed(0)
     layer, kept = CheapDropout(0.25), []
-    input, shortcut = (torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for _ in range(2))
+    input = torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda one: (kept.append(one), one)[1], lambda one: one):
-        summed = layer.added_to(shortcut, input)
+        output = layer(input)
     (words,) = kept
     assert words.numel() == input.numel() // shape[-1] + shape[-1]
-    plain = thinned(input.double(), words, 0.25) + shortcut.double()
-    torch.testing.assert_close(summed, plain.to(dtype))
-    gradient = torch.randn_like(summed)
-    summed.backward(gradient)
-    assert torch.equal(shortcut.grad, gradient)
+    torch.testing.assert_close(output, thinned(input.double(), words, 0.25).to(dtype))
+    gradient = torch.randn_like(output)
+    output.backward(gradient)
     torch.testing.assert_close(input.grad, thinned(gradient.double(), words, 0.25).to(dtype))
     assert (input.grad == 0).double().mean().item() == pytest.approx(0.25, abs=0.02)
+
+
+def near(ours, exact, dtype):
+    """Each to the rounding of its own dtype, as a whole; parameters, which are fp32, to that of what was summed up."""
+    for one, other in zip(ours, exact, strict=True):
+        assert (one.double() - other.double()).norm() < 4 * torch.finfo(dtype).eps * other.double().norm()
+
+
+@pytest.mark.parametrize(("shape", "dropout"), [((64, 512, 1024), 0.1), ((1029, 768), 0.0), ((3, 700, 2000), 0.5)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_end_of_a_half_layer_is_one_pass_and_repeats_bit_by_bit(shape, dropout, dtype):
+    torch.manual_seed(0)
+    norm = StreamLayerNorm(shape[-1]).cuda()
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    projected, shortcut, gradient = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(3))
+    bias = torch.randn(shape[-1], device="cuda", requires_grad=True)
+    inputs = projected.requires_grad_(), bias, shortcut.requires_grad_(), norm.weight, norm.bias
+    assert residual_norm.can_take(shortcut)
+    seen, kept = [], []
+    for _ in range(2):
+        torch.manual_seed(1)
+        with torch.autograd.graph.saved_tensors_hooks(lambda one: (kept.append(one), one)[1], lambda one: one):
+            output = residual_norm.residual_norm(projected, bias, shortcut, norm, dropout)
+        seen.append([output, *torch.autograd.grad(output, inputs, gradient)])
+    assert all(torch.equal(*pair) for pair in zip(*seen, strict=True))
+    assert sum(one.numel() * one.element_size() for one in kept) < 2.1 * (
+        shortcut.numel() * 2 + norm.weight.numel() * 8
+    )
+    torch.manual_seed(1)
+    value = projected.double() + bias.double()
+    value = thinned(value, draw_words(shortcut), dropout) if dropout else value
+    parameters = norm.weight.double(), norm.bias.double()
+    exact = nn.functional.layer_norm(value + shortcut.double(), shape[-1:], *parameters, norm.eps)
+    near(seen[0], [exact, *torch.autograd.grad(exact, inputs, gradient.double())], dtype)
+
+
+@pytest.mark.parametrize("shape", [(64, 512, 1024), (1029, 768), (3, 700, 200)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_biases_come_along_and_repeat_bit_by_bit(shape, dtype):
+    torch.manual_seed(0)
+    projected, gradient = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(2))
+    inputs = projected.requires_grad_(), torch.randn(shape[-1], device="cuda", requires_grad=True)
+    seen = []
+    for _ in range(2):
+        output = bias_gradients.biased_gelu(*inputs)
+        seen.append([output, *torch.autograd.grad(output, inputs, gradient)])
+    assert all(torch.equal(*pair) for pair in zip(*seen, strict=True))
+    exact = nn.functional.gelu(inputs[0].double() + inputs[1].double())
+    near(seen[0], [exact, *torch.autograd.grad(exact, inputs, gradient.double())], dtype)
+    wide, bias = torch.cat([projected] * 3, -1), torch.zeros(3 * shape[-1], device="cuda", requires_grad=True)
+    parts = bias_gradients.parts_with_bias(wide, bias)
+    gradients = gradient, 2 * gradient, torch.zeros_like(gradient)
+    ours = torch.autograd.grad(parts, (wide, bias), gradients)
+    joined = torch.cat(gradients, -1)
+    assert torch.equal(ours[0], joined)
+    near(ours[1:], [joined.double().flatten(0, -2).sum(0)], dtype)
+
+
+@pytest.mark.parametrize("amp", [torch.bfloat16, torch.float16])
+def test_a_large_batch_trains_as_by_torchs_operations(amp, monkeypatch):
+    """Both in low precision; fp32 says how near is near."""
+    torch.manual_seed(0)
+    sizes = {**plain.SIZES, "width": 128, "heads": 2, "intermediate": 512, "max_positions": 128}
+    model = Bert_base(**sizes, dropout=0.0, attention_dropout=0.0).cuda()
+    batch = on_device(plain.batch(n=128, length=128))
+    exact, expected = trained(model, batch, None)
+    ours = trained(model, batch, amp)
+    kernels_of_ours = {"_ResidualNormBackward", "_BiasedGeluBackward", "_PartsBackward"}
+    assert kernels_of_ours <= names_of_nodes(model, batch, amp)
+    monkeypatch.setattr(own_kernels, "can_take", lambda _: False)
+    assert not kernels_of_ours & names_of_nodes(model, batch, amp)
+    theirs = trained(model, batch, amp)
+    assert abs(ours[0] - exact) < 2 * abs(theirs[0] - exact) + 2e-3
+    for name, gradient in expected.items():
+        ours_off, torchs_off = ((g[name] - gradient).norm() for _, g in (ours, theirs))
+        assert ours_off < 1.5 * torchs_off + 1e-3 * gradient.norm() + 1e-7, name
+
+
+def trained(model, batch, amp):
+    model.zero_grad()
+    with torch.autocast("cuda", amp or torch.bfloat16, enabled=amp is not None):
+        loss = sum(model(**batch).values())
+    loss.backward()
+    return loss.item(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def names_of_nodes(model, batch, amp):
+    with torch.autocast("cuda", amp):
+        waiting = [sum(model(**batch).values()).grad_fn]
+    found = set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            waiting += [one for one, _ in node.next_functions]
+    return {type(node).__name__ for node in found}

@@ -8,9 +8,18 @@ import triton.language as tl
 
 
 @triton.jit
-def _probability(value):
-    """That of a normal number to lie below `value`."""
-    return 0.5 * (1.0 + tl.erf(value * 0.7071067811865476))
+def _normal(value):
+    """The probability of a normal number to lie below `value`, and sqrt(2 pi) times its density there.
+
+    By Hastings' approximation 26.2.17 in Abramowitz and Stegun, which is off by less than 1e-7, as fp32 itself is: with
+    the usual error function these kernels wait for it, and not for memory.
+    """
+    density = tl.exp2(-0.7213475204444817 * value * value)
+    away = 1.0 + 0.2316419 * tl.abs(value)
+    near = tl.rsqrt(away * away)  # one instruction, where a division takes eight
+    series = 0.127414796 + near * (-0.142248368 + near * (0.7107068705 + near * (-0.7265760135 + near * 0.5307027145)))
+    tail = density * near * series
+    return tl.where(value >= 0, 1.0 - tail, tail), density
 
 
 @triton.jit
@@ -23,8 +32,8 @@ def gelu_kernel(projected, bias, output, rows, columns, ROWS: tl.constexpr, COLU
     place = row[:, None].to(tl.int64) * columns + column[None, :]
     value = tl.load(projected + place, mask, other=0.0).to(tl.float32)
     value += tl.load(bias + column, is_column, other=0.0).to(tl.float32)[None, :]
-    value *= _probability(value)
-    tl.store(output + place, value.to(output.dtype.element_ty), mask)
+    probability, _ = _normal(value)
+    tl.store(output + place, (value * probability).to(output.dtype.element_ty), mask)
 
 
 @triton.jit
@@ -53,8 +62,8 @@ def gelu_backward_kernel(
         place = row[:, None].to(tl.int64) * columns + column[None, :]
         slope = tl.load(gradient + place, mask, other=0.0).to(tl.float32)
         value = tl.load(projected + place, mask, other=0.0).to(tl.float32) + added
-        density = 0.3989422804014327 * tl.exp(-0.5 * value * value)
-        low = (slope * (_probability(value) + value * density)).to(output.dtype.element_ty)
+        probability, density = _normal(value)
+        low = (slope * (probability + 0.3989422804014327 * value * density)).to(output.dtype.element_ty)
         tl.store(output + place, low, mask)
         total += tl.sum(low.to(tl.float32), 0)
     tl.store(partial + tl.program_id(1) * columns + column, total, is_column)

@@ -4,13 +4,14 @@ Rows are cut into shares; a program adds up its own, always in the same order, a
 results repeat bit by bit, and all of a device is busy however few columns there are.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-PROGRAMS = 1056
-"""About so many, of four warps: eight for each processor of an H200."""
+from fleetx.applications import own_kernels
+
+_ROWS, _COLUMNS = 256, 32  # sums that a program of the second step reads at once
 
 
 class Shares(NamedTuple):
@@ -20,9 +21,9 @@ class Shares(NamedTuple):
     rows: int
 
 
-def shares_of(rows: int, at_once: int, programs: int) -> Shares:
-    """At most so many shares, of no fewer rows than a program reads `at_once`."""
-    share = max(at_once, -(-rows // programs))
+def shares_of(rows: int, at_once: int, most: int) -> Shares:
+    """At most so many shares, each of no fewer rows than a program reads `at_once`."""
+    share = max(at_once, -(-rows // most))
     return Shares(-(-rows // share), share)
 
 
@@ -33,7 +34,16 @@ def room_for(sums: int, shares: Shares, columns: int, device: torch.device) -> T
 
 def totals(partial: Tensor) -> tuple[Tensor, ...]:
     """The sums of all shares, in fp32."""
-    return partial.sum(1).unbind(0)
+    from fleetx.applications import column_sums_kernels
+
+    kernel: Any = column_sums_kernels.totals_kernel
+    sums, shares, columns = partial.shape
+    result = partial.new_empty((sums, columns))
+    with own_kernels.on_device_of(partial):
+        kernel[(-(-columns // _COLUMNS), sums)](
+            partial, result, shares, columns, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=8
+        )
+    return result.unbind(0)
 
 
 def by_torch(tensor: Tensor) -> Tensor:

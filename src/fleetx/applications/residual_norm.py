@@ -16,7 +16,8 @@ from fleetx.applications.packed_attention import dropout_threshold, keep_probabi
 
 _FEWEST_ROWS = 1024  # below, all that counts is how soon the next kernel starts
 _MOST_COLUMNS = 4096  # that a program can hold
-_NUMBERS = 4096  # that a program reads at once, of each tensor
+_FORWARD, _BACKWARD = 4096, 2048  # numbers that a program reads at once, of each tensor
+_PROGRAMS = 1056  # of the backward, about so many: eight for each processor of an H200
 
 
 def can_take(shortcut: Tensor) -> bool:
@@ -63,7 +64,7 @@ class _ResidualNorm(torch.autograd.Function):
         columns = shortcut.shape[-1]
         rows = shortcut.numel() // columns
         means, deviations = shortcut.new_empty((2, rows), dtype=torch.float32)
-        block, at_once = _block(columns)
+        block, at_once = _block(columns, _FORWARD)
         tensors = projected.contiguous(), bias, shortcut, words, weight, norm_bias, summed, output, means, deviations
         with own_kernels.on_device_of(shortcut):
             _kernels().residual_norm_kernel[(-(-rows // at_once),)](
@@ -88,8 +89,8 @@ def _by_kernel(gradient: Tensor, saved: _Saved, dropout: float) -> tuple[Tensor,
     of_sum = torch.empty_like(saved.summed)
     of_projected = of_sum if saved.words is None else torch.empty_like(of_sum)
     columns, rows = of_sum.shape[-1], saved.means.numel()
-    block, at_once = _block(columns)
-    shares = column_sums.shares_of(rows, at_once, column_sums.PROGRAMS)
+    block, at_once = _block(columns, _BACKWARD)
+    shares = column_sums.shares_of(rows, at_once, _PROGRAMS)
     partial = column_sums.room_for(3, shares, columns, of_sum.device)
     with own_kernels.on_device_of(of_sum):
         _kernels().residual_norm_backward_kernel[(shares.count,)](
@@ -120,10 +121,10 @@ def _by_torch(gradient: Tensor, saved: _Saved, dropout: float) -> tuple[Tensor, 
     return of_sum, of_projected, of_weight, of_norm_bias, column_sums.by_torch(of_projected)
 
 
-def _block(columns: int) -> tuple[int, int]:
-    """Columns of a program, a power of two, and the rows that it reads at once."""
+def _block(columns: int, numbers: int) -> tuple[int, int]:
+    """Columns of a program, a power of two, and the rows that it reads at once: so many numbers together."""
     block = 1 << (columns - 1).bit_length()
-    return block, max(1, _NUMBERS // block)
+    return block, max(1, numbers // block)
 
 
 def _chances(dropout: float) -> tuple[int, float]:
