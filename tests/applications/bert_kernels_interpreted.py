@@ -22,7 +22,12 @@ def on_the_host(monkeypatch):
     ran = []
     for module in (residual_norm, bias_gradients):
         monkeypatch.setattr(module, "_FEWEST_ROWS", 1)
-        monkeypatch.setattr(module, "_PROGRAMS", 12)
+    for module, programs in (
+        (residual_norm, "_PROGRAMS"),
+        (bias_gradients, "_GELU_PROGRAMS"),
+        (bias_gradients, "_PARTS_PROGRAMS"),
+    ):
+        monkeypatch.setattr(module, programs, 12)
     monkeypatch.setattr(column_sums, "_ROWS", 8)
     for module, name in (
         (residual_norm, "residual_norm"),

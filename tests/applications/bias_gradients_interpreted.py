@@ -17,7 +17,8 @@ SHAPES = [(1, 1), (5, 3), (7, 40), (3, 4, 100), (2, 1024), (9, 1025)]
 @pytest.fixture(autouse=True)
 def _few_programs(monkeypatch):
     """So that each has several rows, and sums several shares: the interpreter is slow."""
-    monkeypatch.setattr(bias_gradients, "_PROGRAMS", 12)
+    monkeypatch.setattr(bias_gradients, "_GELU_PROGRAMS", 12)
+    monkeypatch.setattr(bias_gradients, "_PARTS_PROGRAMS", 12)
     monkeypatch.setattr(column_sums, "_ROWS", 4)
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from fleetx.applications import column_sums, own_kernels
 
 _FEWEST_ROWS = 16384  # below, the device may wait for the host, whose time is all that counts
-_ROWS, _COLUMNS = 2, 1024  # that a program reads at once
-_PROGRAMS = 2112  # about so many: sixteen for each processor of an H200
+_ROWS, _COLUMNS = 4, 1024  # that a program reads at once
+_GELU_PROGRAMS, _PARTS_PROGRAMS = 4224, 1056  # about so many, 32 and 8 for each processor of an H200: as measured there
 
 
 def can_take(hidden: Tensor) -> bool:
@@ -55,7 +55,7 @@ class _BiasedGelu(torch.autograd.Function):
         rows, columns = _flat(projected)
         block = _block(columns)
         blocks = -(-columns // block)
-        shares = column_sums.shares_of(rows, _ROWS, _PROGRAMS // blocks)
+        shares = column_sums.shares_of(rows, _ROWS, _GELU_PROGRAMS // blocks)
         partial = column_sums.room_for(1, shares, columns, projected.device)
         tensors = gradient.contiguous(), projected, bias, output, partial
         with own_kernels.on_device_of(projected):
@@ -81,7 +81,7 @@ class _Parts(torch.autograd.Function):
         joined = gradients[0].new_empty((*gradients[0].shape[:-1], 3 * columns))
         block = _block(columns)
         blocks = -(-columns // block)
-        shares = column_sums.shares_of(rows, _ROWS, _PROGRAMS // (3 * blocks))
+        shares = column_sums.shares_of(rows, _ROWS, _PARTS_PROGRAMS // (3 * blocks))
         partial = column_sums.room_for(1, shares, 3 * columns, joined.device)
         with own_kernels.on_device_of(joined):
             _kernels().joined_kernel[(blocks, shares.count, 3)](

@@ -23,7 +23,7 @@ class Shares(NamedTuple):
 
 def shares_of(rows: int, at_once: int, most: int) -> Shares:
     """At most so many shares, each of no fewer rows than a program reads `at_once`."""
-    share = max(at_once, -(-rows // most))
+    share = max(at_once, -(-rows // max(1, most)))
     return Shares(-(-rows // share), share)
 
 

@@ -17,7 +17,7 @@ from fleetx.applications.packed_attention import dropout_threshold, keep_probabi
 _FEWEST_ROWS = 1024  # below, all that counts is how soon the next kernel starts
 _MOST_COLUMNS = 4096  # that a program can hold
 _FORWARD, _BACKWARD = 4096, 2048  # numbers that a program reads at once, of each tensor
-_PROGRAMS = 1056  # of the backward, about so many: eight for each processor of an H200
+_PROGRAMS = 528  # of the backward, about so many: four for each processor of an H200
 
 
 def can_take(shortcut: Tensor) -> bool:
