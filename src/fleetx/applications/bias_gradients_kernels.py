@@ -22,7 +22,7 @@ def _normal(value):
     return tl.where(value >= 0, 1.0 - tail, tail), density
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def gelu_kernel(projected, bias, output, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """GELU of `projected`, (rows, columns), contiguous like the output, and a bias."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -36,7 +36,7 @@ def gelu_kernel(projected, bias, output, rows, columns, ROWS: tl.constexpr, COLU
     tl.store(output + place, (value * probability).to(output.dtype.element_ty), mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "share"])
 def gelu_backward_kernel(
     gradient,
     projected,
@@ -69,7 +69,7 @@ def gelu_backward_kernel(
     tl.store(partial + tl.program_id(1) * columns + column, total, is_column)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "share"])
 def joined_kernel(
     first, second, third, output, partial, rows, columns, share, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):

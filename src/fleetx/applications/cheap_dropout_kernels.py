@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["threshold"])
+@triton.jit(do_not_specialize=["rows", "threshold"])
 def thinned_kernel(input, words, output, rows, columns, threshold, keep, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Zeros in `input`, (rows, columns), contiguous like the output."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

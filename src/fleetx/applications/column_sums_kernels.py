@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["shares"])
 def totals_kernel(partial, totals, shares, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The sums over the shares of `partial`, (sums, shares, columns)."""
     number = tl.program_id(1).to(tl.int64)

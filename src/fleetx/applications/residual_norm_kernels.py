@@ -15,7 +15,7 @@ def _thinned(value, words, row, column, rows, columns, threshold, keep):
     return tl.where(of_rows[:, None] * of_columns[None, :] >= threshold, value / keep, 0.0)
 
 
-@triton.jit(do_not_specialize=["threshold"])
+@triton.jit(do_not_specialize=["rows", "threshold"])
 def residual_norm_kernel(
     projected,
     bias,
@@ -64,7 +64,7 @@ def residual_norm_kernel(
     tl.store(output + place, normal.to(output.dtype.element_ty), mask)
 
 
-@triton.jit(do_not_specialize=["threshold"])
+@triton.jit(do_not_specialize=["rows", "share", "threshold"])
 def residual_norm_backward_kernel(
     gradient,
     summed,
