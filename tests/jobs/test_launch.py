@@ -235,8 +235,14 @@ if attempt == "0" and rank == "1":
     raise OSError("the first attempt fails")
 if attempt == "0":
     time.sleep(60)
-print("half a line", end="")
-sys.exit(7 if rank == "1" else 0)
+print("half a line", end="", flush=True)
+said = Path(sys.argv[1] + ".said")
+if rank == "0":
+    said.touch()
+    sys.exit()
+while not said.exists():  # else the other one may be stopped before it has said so
+    time.sleep(0.01)
+sys.exit(7)
 """
 
 
