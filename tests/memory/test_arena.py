@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fleetx.memory import arena as host_memory
@@ -50,6 +50,8 @@ def test_blocks_never_overlap_and_are_counted(actions):
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(SIZES, min_size=1, max_size=12), st.integers(2, 4))
+@example([1, 8388097, 8388097, 9713665], 2)  # where the first one fits into the place of the second
+@example([512, 8 * 2**20, 8 * 2**20, 20 * 2**20], 4)
 def test_equal_steps_hold_no_more_than_they_need(sizes, steps):
     """However the blocks come back."""
     arena = HostArena(pin_for=None)
@@ -89,6 +91,17 @@ def test_a_limit_is_kept_and_refused_before_anything_is_allocated(sizes, limit):
             assert all(slab in slabs for slab in arena.slabs)
             return
         assert arena.reserved <= limit
+
+
+def test_before_a_limit_is_exceeded_small_and_large_tensors_share():
+    large = SMALL_SLAB // 2
+    arena = HostArena(pin_for=None, limit=SMALL_SLAB + large)
+    blocks = [arena.take(size) for size in (512, large, large)]
+    assert [block.slab.is_shared for block in blocks] == [True, False, True]
+    with pytest.raises(MemoryError, match="host_memory"):
+        arena.take(large)
+    arena.give_back(blocks.pop(1))
+    assert arena.take(700).slab.is_shared
 
 
 def test_a_limit_below_a_small_slab_can_be_used():

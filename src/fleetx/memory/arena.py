@@ -22,7 +22,8 @@ from fleetx.notices import tell_once
 from fleetx.units import format_bytes
 
 ALIGNMENT = 512
-SMALL_SLAB = 16 * 2**20
+SMALL_SLAB = 16 * 2**20  # which small tensors share
+_LARGE = 2 * 2**20  # from here on a tensor has a slab to its measure
 _WIPE_ON_FORK = 18 if sys.platform == "linux" else None  # Python has no name for it
 
 _registered: list[tuple[Tensor, torch.device]] = []  # memory that nobody uses any more
@@ -49,6 +50,7 @@ class Slab:
 
     memory: Tensor
     free: list[tuple[int, int]] = field(default_factory=list)  # (start, size), sorted, never adjacent
+    is_shared: bool = False  # by small tensors
     unpin: Callable[[], None] | None = None
     used_in: int = 0  # the last step
     is_listed: bool = False  # among those that are idle
@@ -122,18 +124,21 @@ class HostArena:
         return block
 
     def _place_for(self, size: int) -> Block:
-        """A block of the tightest slab that has room, so that large places stay for large tensors."""
+        """A block of the tightest slab that has room, so that large places stay for large tensors.
+
+        Small tensors stay among themselves: in a slab that was made to measure one would drive out whom it is for.
+        """
         waiting = self._idle.get(size, [])
         while waiting:  # mostly there is one to measure, of the last step
             slab = waiting.pop()
             slab.is_listed = False
             if slab.is_idle:
                 return _taken(slab, size)
-        for slab in sorted(self.slabs, key=lambda slab: slab.memory.numel()):
-            block = slab.take(size)
-            if block is not None:
-                return block
-        return _taken(self._grow(size), size)
+        alike = [slab for slab in self.slabs if slab.is_shared == _is_small(size)]
+        block = _in_tightest(alike, size)
+        if block is None and self.limit is not None and self.reserved + size > self.limit:
+            block = _in_tightest(self.slabs, size)
+        return block or _taken(self._grow(size), size)
 
     def give_back(self, block: Block) -> None:
         """Take a block back; the memory stays pinned for the next step."""
@@ -146,7 +151,7 @@ class HostArena:
             slab = block.slab
             self._in_use -= block.size
             slab.give_back(block)
-            if slab.is_idle and not slab.is_listed and not slab.is_dropped:
+            if slab.is_idle and not (slab.is_listed or slab.is_dropped or slab.is_shared):
                 slab.is_listed = True
                 self._idle.setdefault(slab.memory.numel(), []).append(slab)
 
@@ -175,11 +180,11 @@ class HostArena:
     def _grow(self, size: int) -> Slab:
         # Tensors of another size came: what the old ones left behind would only add up.
         self._drop([slab for slab in self.slabs if slab.is_idle])
-        amount = max(size, SMALL_SLAB) if size < SMALL_SLAB // 4 else size
+        amount = SMALL_SLAB if _is_small(size) else size
         if self.limit is not None and self.reserved + amount > self.limit:
             amount = size
         self._require_room(amount)
-        slab = Slab(_pages(amount), [(0, amount)])
+        slab = Slab(_pages(amount), [(0, amount)], is_shared=_is_small(size))
         if self.pin_for is not None:
             _unregister_all()  # what could not be before
             slab.memory.zero_()  # on all cores: CUDA would ask for the pages one by one
@@ -202,6 +207,19 @@ class HostArena:
                 f"offload needs {format_bytes(amount)} more of host memory, and {format_bytes(available)} are free. "
                 "Offload fewer segments, or lower the batch size."
             )
+
+
+def _is_small(size: int) -> bool:
+    return size < _LARGE
+
+
+def _in_tightest(slabs: list[Slab], size: int) -> Block | None:
+    """A block of the smallest slab that has room."""
+    for slab in sorted(slabs, key=lambda slab: slab.memory.numel()):
+        block = slab.take(size)
+        if block is not None:
+            return block
+    return None
 
 
 def _taken(slab: Slab, size: int) -> Block:
