@@ -3,19 +3,32 @@
 import difflib
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 _told: set[str] = set()
+_is_quiet = ContextVar("fleetx_is_quiet", default=False)
 _MOST_SHOWN = 20
 
 
 def tell_once(topic: str, message: str) -> None:
     """Log a warning to the "fleetx" logger: once per topic and process, and on rank 0 only."""
-    if topic in _told:
+    if topic in _told or _is_quiet.get():
         return
     _told.add(topic)
     if os.environ.get("RANK", "0") == "0":
         logging.getLogger("fleetx").warning(message)
+
+
+@contextmanager
+def quiet() -> Generator[None]:
+    """Inside, nothing is told, and nothing counts as told: where FleetX looks at a model in a way nobody trains it."""
+    before = _is_quiet.set(True)
+    try:
+        yield
+    finally:
+        _is_quiet.reset(before)
 
 
 class Problems:

@@ -4,8 +4,13 @@ import pytest
 import torch
 from torch import nn
 
+import fleetx.memory
 from fleetx.applications import bias_gradients, column_sums, own_kernels, residual_norm
 from fleetx.applications.bert_layers import BertResidual
+from fleetx.memory import Segment
+from fleetx.notices import _told
+from fleetx.planner.blocks import find_blocks
+from fleetx.planner.feeding import Feeding
 from tests.applications import bert_plain as plain
 from tests.interpreting import scalars_count  # noqa: F401 - a fixture of all tests here
 
@@ -86,6 +91,17 @@ def with_other_forward(layer):
     layer.dense.forward = lambda input: 2 * forward(input)
 
 
+def with_bias_beside(layer):
+    del layer.dense.bias
+    layer.dense.bias = None
+
+
+def with_every_second(layer, part, name):
+    """Parameters that are views of something larger."""
+    parameter = getattr(getattr(layer, part), name)
+    setattr(getattr(layer, part), name, nn.Parameter(torch.randn(2 * len(parameter))[::2]))
+
+
 CHANGES = {
     "hook on dense": lambda layer: hooked(layer, "dense"),
     "hook on dropout": lambda layer: hooked(layer, "dropout"),
@@ -93,6 +109,9 @@ CHANGES = {
     "other dense": replaced,
     "other forward": with_other_forward,
     "no bias": lambda layer: layer.dense.register_parameter("bias", None),
+    "a bias that is no parameter": with_bias_beside,
+    "strided bias": lambda layer: with_every_second(layer, "dense", "bias"),
+    "strided norm": lambda layer: with_every_second(layer, "LayerNorm", "weight"),
 }
 
 
@@ -103,7 +122,7 @@ def test_parts_that_were_changed_are_called(on_the_host, change):
     CHANGES[change](layer)
     after = layer(hidden, shortcut)
     assert on_the_host == ["residual_norm"]
-    if change != "no bias":  # which is zero
+    if "bias" not in change:  # which is zero
         assert not torch.allclose(before, after, atol=1e-3)
     expected = layer.LayerNorm(layer.dropout(layer.dense(hidden)) + shortcut)
     torch.testing.assert_close(after, expected)
@@ -118,6 +137,84 @@ def test_dropout_is_that_of_training(on_the_host, rate):
     trained = layer.train()(hidden, shortcut)
     assert torch.allclose(trained, evaluated, atol=1e-6) == (rate == 0.0)
     assert len(on_the_host) == 1 + (rate < 1.0)
+
+
+def test_hidden_states_of_other_shapes_are_broadcast_or_refused_as_by_torch(on_the_host):
+    layer, hidden, shortcut = residual()
+    torch.testing.assert_close(layer(hidden[:1], shortcut), layer(hidden[:1].expand(4, 6), shortcut))
+    layer.dense = nn.Linear(6, 8)
+    with pytest.raises(RuntimeError, match="size"):
+        layer(hidden, shortcut)
+    assert on_the_host == ["residual_norm"]
+
+
+PARTS = ["attention.self.query", "attention.output.dense", "intermediate.dense", "output.LayerNorm"]
+
+
+@pytest.mark.parametrize("watched", PARTS)
+def test_parts_that_are_watched_are_called_and_that_is_said_once(on_the_host, watched, caplog):
+    _told.clear()
+    model, inputs = plain.tiny(), plain.batch(n=3)
+    expected, gradients = losses_and_gradients(model, inputs)
+    assert not caplog.text
+    called, before = [], len(on_the_host)
+    for layer in model.bert.encoder.layer:
+        layer.get_submodule(watched).register_forward_hook(lambda *_: called.append(1))
+    losses, again = losses_and_gradients(model, inputs)
+    assert len(called) == 2
+    assert len(on_the_host) - before == before - 2
+    assert caplog.text.count("were replaced, or have hooks") == 1
+    for one, other in ((losses, expected), (again, gradients)):
+        for name in other:
+            torch.testing.assert_close(one[name], other[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_what_the_planner_looks_at_is_not_told(on_the_host, caplog):
+    _told.clear()
+    model = plain.tiny()
+    assert find_blocks(Feeding(model), plain.batch(n=3)) == ["bert.encoder.layer.0", "bert.encoder.layer.1"]
+    assert not caplog.text
+    assert not _told
+
+
+HALVES = ("bert.encoder.layer.*.attention", "bert.encoder.layer.*.output")
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [["bert.encoder.layer.*"], [*HALVES], [Segment(name, "dear") for name in HALVES]],
+    ids=["layers", "halves", "dear"],
+)
+def test_what_is_computed_again_has_the_same_bits(on_the_host, plan):
+    model, inputs = plain.tiny(dropout=0.3), plain.batch(n=2)
+
+    def trained():
+        torch.manual_seed(5)
+        losses, gradients = losses_and_gradients(model, inputs)
+        return [*losses.values(), *gradients.values()]
+
+    expected = trained()
+    ran = len(on_the_host)
+    with fleetx.memory.apply(model, plan):
+        ours = trained()
+    assert len(on_the_host) > 2 * ran
+    assert all(torch.equal(*pair) for pair in zip(ours, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parameters_may_be_of_low_precision(on_the_host, monkeypatch, dtype):
+    """Those of fp32 say how near is near."""
+    model, inputs = plain.tiny(), plain.batch(n=3)
+    exact = losses_and_gradients(model, inputs)
+    model.to(dtype)
+    ours = losses_and_gradients(model, inputs)
+    assert {gradient.dtype for gradient in ours[1].values()} == {dtype}
+    monkeypatch.setattr(own_kernels, "can_take", lambda _: False)
+    torchs = losses_and_gradients(model, inputs)
+    for one, other, expected in zip(ours, torchs, exact, strict=True):
+        for name in expected:
+            off, torchs_off = ((found[name] - expected[name]).norm() for found in (one, other))
+            assert off < 2 * torchs_off + 0.02 * expected[name].norm() + 1e-4, name
 
 
 def test_another_dtype_is_left_to_torch(on_the_host):

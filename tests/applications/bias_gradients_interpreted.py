@@ -99,8 +99,20 @@ def test_derivatives_of_derivatives_and_many_gradients_at_once():
         second.append(torch.autograd.grad(sum(one.square().sum() for one in first), (projected, bias)))
     for ours, theirs in zip(*second, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    output = bias_gradients.biased_gelu(projected, bias)
-    gradients = torch.randn(3, 6, 8)
+    turned = projected.detach().t().contiguous().requires_grad_()
+    first = torch.autograd.grad(bias_gradients.biased_gelu(turned.t(), bias).sum(), turned, create_graph=True)
+    assert torch.autograd.grad(first[0].square().sum(), turned)[0].norm() > 0.1
+
+
+@pytest.mark.parametrize("part", [0, 1, 2, None])
+def test_many_gradients_at_once(part):
+    """Of GELU, and of each part by itself: those of the others are zeros then, of one gradient only."""
+    projected, bias = torch.randn(6, 9, requires_grad=True), torch.randn(9, requires_grad=True)
+    if part is None:
+        output = bias_gradients.biased_gelu(projected, bias)
+    else:
+        output = bias_gradients.parts_with_bias(projected, bias)[part]
+    gradients = torch.randn(3, *output.shape)
     (together,) = torch.autograd.grad(output, bias, gradients, is_grads_batched=True, retain_graph=True)
     for one, each in zip(together, gradients, strict=True):
         torch.testing.assert_close(one, torch.autograd.grad(output, bias, each, retain_graph=True)[0])

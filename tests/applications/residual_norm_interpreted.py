@@ -118,9 +118,19 @@ def test_many_gradients_at_once(dropout):
             torch.testing.assert_close(one[number], other)
 
 
-def test_a_second_derivative_is_refused():
-    projected, bias, shortcut, norm, _ = made((6, 8))
-    output = residual_norm.residual_norm(projected, bias, shortcut, norm, 0.0)
-    (first,) = torch.autograd.grad(output.pow(3).sum(), projected, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        first.sum().backward()
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_derivatives_of_derivatives(dropout):
+    projected, bias, shortcut, norm, gradient = made((6, 8), torch.float32)
+    inputs = projected, bias, shortcut, norm.weight, norm.bias
+    torch.manual_seed(7)
+    words = draw_words(shortcut) if dropout else None
+    torch.manual_seed(7)
+    ours = residual_norm.residual_norm(projected, bias, shortcut, norm, dropout)
+    exact = exactly(projected, bias, shortcut, norm, words, dropout)
+    second = []
+    for output in (ours, exact):
+        first = torch.autograd.grad(output, inputs, gradient.to(output.dtype), create_graph=True)
+        of_squares = sum(one.double().square().sum() for one in first)
+        second.append(torch.autograd.grad(of_squares + output.double().sum(), inputs))
+    for one, other in zip(*second, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)

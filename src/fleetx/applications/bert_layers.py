@@ -16,6 +16,7 @@ from fleetx.applications.bert_config import BertConfig
 from fleetx.applications.bert_packing import Packing
 from fleetx.applications.cheap_dropout import CheapDropout
 from fleetx.applications.packed_attention import attend
+from fleetx.applications.standing_in import is_usual, may_stand_in_for
 from fleetx.applications.stream_norm import StreamLayerNorm
 
 Visible = Tensor | Packing | None
@@ -83,14 +84,14 @@ class BertSelfAttention(nn.Module):
 
     def _parts(self, hidden: Tensor) -> Sequence[Tensor]:
         """Queries, keys and values."""
-        if bias_gradients.can_take(hidden) and all(_is_usual(layer, nn.Linear) for layer in self._layers):
+        if bias_gradients.can_take(hidden) and may_stand_in_for(*((layer, nn.Linear) for layer in self._layers)):
             weight, bias = self._joined()
             return bias_gradients.parts_with_bias(functional.linear(hidden, weight, bias.detach()), bias)
         return self._projected(hidden).chunk(3, -1)
 
     def _projected(self, hidden: Tensor) -> Tensor:
         """Queries, keys and values, one beside the other."""
-        if not all(_is_usual(layer, nn.Linear) for layer in self._layers):
+        if not all(is_usual(layer, nn.Linear) for layer in self._layers):
             return torch.cat([layer(hidden) for layer in self._layers], dim=-1)
         # One product three times as wide is faster than three.
         return functional.linear(hidden, *self._joined())
@@ -98,16 +99,6 @@ class BertSelfAttention(nn.Module):
     def _joined(self) -> tuple[Tensor, Tensor]:
         """Weights and biases, one below the other."""
         return torch.cat([layer.weight for layer in self._layers]), torch.cat([layer.bias for layer in self._layers])
-
-
-def _is_usual(part: nn.Module, usual: type[nn.Module]) -> bool:
-    """Whether what a part does may be done without calling it: nobody replaced it, some of it, or watches it."""
-    if type(part) is not usual or "forward" in vars(part):
-        return False
-    hooks = part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks
-    if any(hooks) or nn.modules.module._has_any_global_hook():
-        return False
-    return all(type(parameter) in (Tensor, nn.Parameter) for parameter in part._parameters.values())
 
 
 class BertResidual(nn.Module):
@@ -121,18 +112,20 @@ class BertResidual(nn.Module):
 
     def forward(self, hidden: Tensor, shortcut: Tensor) -> Tensor:
         """The new residual stream."""
-        if residual_norm.can_take(shortcut) and self._is_one_pass(shortcut):
+        if residual_norm.can_take(shortcut) and self._is_one_pass(hidden, shortcut):
             projected = functional.linear(hidden, self.dense.weight)
             return residual_norm.residual_norm(
                 projected, self.dense.bias, shortcut, self.LayerNorm, self.dropout.present_rate
             )
         return self.LayerNorm(self.dropout(self.dense(hidden)) + shortcut)
 
-    def _is_one_pass(self, shortcut: Tensor) -> bool:
-        if self.dropout.present_rate >= 1.0 or compute_dtype(self.dense.weight) != shortcut.dtype:
-            return False
+    def _is_one_pass(self, hidden: Tensor, shortcut: Tensor) -> bool:
         parts = (self.dense, nn.Linear), (self.LayerNorm, StreamLayerNorm), (self.dropout, CheapDropout)
-        return all(_is_usual(part, usual) for part, usual in parts)
+        if not may_stand_in_for(*parts):
+            return False
+        weight, norm = self.dense.weight, self.LayerNorm.weight
+        fits = (*hidden.shape[:-1], len(weight)) == shortcut.shape and norm.shape == shortcut.shape[-1:]
+        return fits and self.dropout.present_rate < 1.0 and compute_dtype(weight) == shortcut.dtype
 
 
 class BertAttention(nn.Module):
@@ -157,7 +150,7 @@ class BertIntermediate(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """The wide hidden states."""
-        if bias_gradients.can_take(hidden) and _is_usual(self.dense, nn.Linear):
+        if bias_gradients.can_take(hidden) and may_stand_in_for((self.dense, nn.Linear)):
             return bias_gradients.biased_gelu(functional.linear(hidden, self.dense.weight), self.dense.bias)
         return functional.gelu(self.dense(hidden))
 

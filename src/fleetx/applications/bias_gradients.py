@@ -23,7 +23,7 @@ def can_take(hidden: Tensor) -> bool:
 
 def biased_gelu(projected: Tensor, bias: Tensor) -> Tensor:
     """`gelu(projected + bias)`."""
-    return _BiasedGelu.apply(projected, bias)
+    return _BiasedGelu.apply(projected.contiguous(), bias)
 
 
 def parts_with_bias(projected: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -34,7 +34,6 @@ def parts_with_bias(projected: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Te
 class _BiasedGelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, projected: Tensor, bias: Tensor) -> Tensor:
-        projected = projected.contiguous()
         ctx.save_for_backward(projected, bias)
         output = torch.empty_like(projected)
         rows, columns = _flat(projected)
@@ -74,7 +73,7 @@ class _Parts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[bad-override]
-        if own_kernels.must_be_torchs(gradients[0]):
+        if any(own_kernels.must_be_torchs(one) for one in gradients):
             joined = torch.cat(gradients, -1)
             return joined, column_sums.by_torch(joined).to(ctx.dtype)
         rows, columns = _flat(gradients[0])
@@ -106,8 +105,8 @@ def _flat(tensor: Tensor) -> tuple[int, int]:
 
 
 def _block(columns: int) -> int:
-    """Columns of a program: a power of two."""
-    return min(_COLUMNS, 1 << (columns - 1).bit_length())
+    """Columns of a program."""
+    return min(_COLUMNS, own_kernels.power_of_two_from(columns))
 
 
 def _kernels() -> Any:

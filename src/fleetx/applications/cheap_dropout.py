@@ -86,7 +86,7 @@ def thinned_by_kernel(input: Tensor, words: Tensor, dropout: float) -> Tensor:
     output = torch.empty_like(input, memory_format=torch.contiguous_format)
     if not output.numel():
         return output
-    block = min(_COLUMNS, 1 << (columns - 1).bit_length())
+    block = min(_COLUMNS, own_kernels.power_of_two_from(columns))
     grid = (-(-rows // _ROWS), -(-columns // block))
     numbers = rows, columns, dropout_threshold(dropout), keep_probability(dropout)
     with own_kernels.on_device_of(input):

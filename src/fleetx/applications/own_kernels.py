@@ -29,6 +29,11 @@ def must_be_torchs(gradient: Tensor) -> bool:
     return torch._C._functorch.is_legacy_batchedtensor(gradient)
 
 
+def power_of_two_from(number: int) -> int:
+    """The least one that is no smaller: how many columns a program reads."""
+    return 1 << (number - 1).bit_length()
+
+
 def on_device_of(tensor: Tensor) -> AbstractContextManager[Any]:
     """Inside, kernels start on the tensor's device; that it is the current one already is the rule, and costs less."""
     if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():

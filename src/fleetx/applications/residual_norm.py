@@ -1,6 +1,6 @@
 """The end of a half layer in one pass forwards and one backwards: bias, dropout, shortcut and norm.
 
-One after the other these read and write the residual stream thirteen times, forwards and backwards; together seven. And
+One after the other these read and write the residual stream thirteen times, forwards and backwards; together eight. And
 each kernel costs a device some microseconds in which little of it works, which many micro-batches pay again and again.
 """
 
@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from fleetx.applications import column_sums, own_kernels
 from fleetx.applications.cheap_dropout import draw_words, thinned
@@ -31,7 +30,7 @@ def can_take(shortcut: Tensor) -> bool:
 def residual_norm(projected: Tensor, bias: Tensor, shortcut: Tensor, norm: nn.LayerNorm, dropout: float) -> Tensor:
     """`norm(dropout(projected + bias) + shortcut)`; zeros as those of `CheapDropout`."""
     words = draw_words(shortcut) if dropout else None
-    return _ResidualNorm.apply(projected, bias, shortcut, norm.weight, norm.bias, words, dropout, norm.eps)
+    return _ResidualNorm.apply(projected, bias, shortcut, norm.weight, norm.bias, words, dropout, norm.eps)[0]
 
 
 class _Saved(NamedTuple):
@@ -45,7 +44,10 @@ class _Saved(NamedTuple):
 
 
 class _ResidualNorm(torch.autograd.Function):
-    """Parameters may have more precision than the stream, and so have their gradients."""
+    """The norm, and the sum that it is taken of: derivatives of derivatives come to the inputs through that.
+
+    Parameters may have more precision than the stream, and so have their gradients.
+    """
 
     @staticmethod
     def forward(
@@ -58,12 +60,13 @@ class _ResidualNorm(torch.autograd.Function):
         words: Tensor | None,
         dropout: float,
         eps: float,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         shortcut = shortcut.contiguous()
         summed, output = torch.empty_like(shortcut), torch.empty_like(shortcut)
         columns = shortcut.shape[-1]
         rows = shortcut.numel() // columns
-        means, deviations = shortcut.new_empty((2, rows), dtype=torch.float32)
+        # Each by itself: as a part of another tensor it would begin anywhere, and Triton compiles for that too.
+        means, deviations = (shortcut.new_empty(rows, dtype=torch.float32) for _ in range(2))
         block, at_once = _block(columns, _FORWARD)
         tensors = projected.contiguous(), bias, shortcut, words, weight, norm_bias, summed, output, means, deviations
         with own_kernels.on_device_of(shortcut):
@@ -73,13 +76,20 @@ class _ResidualNorm(torch.autograd.Function):
         ctx.save_for_backward(*_Saved(summed, means, deviations, weight, words))
         ctx.dropout = dropout
         ctx.dtypes = weight.dtype, norm_bias.dtype, bias.dtype
-        return output
+        ctx.set_materialize_grads(False)
+        return output, summed
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[bad-override]
-        differentiate = _by_torch if own_kernels.must_be_torchs(gradient) else _by_kernel
-        of_sum, of_projected, *sums = differentiate(gradient, _Saved(*ctx.saved_tensors), ctx.dropout)
+    def backward(  # type: ignore[bad-override]
+        ctx: Any, gradient: Tensor | None, of_summed: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        saved = _Saved(*ctx.saved_tensors)
+        if gradient is None:
+            gradient = torch.zeros_like(saved.summed)
+        if of_summed is not None or own_kernels.must_be_torchs(gradient):
+            of_sum, of_projected, *sums = _by_torch(gradient, of_summed, saved, ctx.dropout)
+        else:
+            of_sum, of_projected, *sums = _by_kernel(gradient, saved, ctx.dropout)
         of_weight, of_norm_bias, of_bias = (one.to(dtype) for one, dtype in zip(sums, ctx.dtypes, strict=True))
         return of_projected, of_bias, of_sum, of_weight, of_norm_bias, None, None, None
 
@@ -110,20 +120,22 @@ def _by_kernel(gradient: Tensor, saved: _Saved, dropout: float) -> tuple[Tensor,
     return of_sum, of_projected, *column_sums.totals(partial)
 
 
-def _by_torch(gradient: Tensor, saved: _Saved, dropout: float) -> tuple[Tensor, ...]:
-    """The same by torch's operations, which can take many gradients at once."""
+def _by_torch(gradient: Tensor, of_summed: Tensor | None, saved: _Saved, dropout: float) -> tuple[Tensor, ...]:
+    """The same by torch's operations, which have derivatives and can take many gradients at once."""
     statistics = (one.view(*saved.summed.shape[:-1], 1) for one in (saved.means, saved.deviations))
     low = saved.weight.to(saved.summed.dtype)
     of_sum, of_weight, of_norm_bias = torch.ops.aten.native_layer_norm_backward(
         gradient, saved.summed, low.shape, *statistics, low, torch.zeros_like(low), [True, True, True]
     )
+    if of_summed is not None:
+        of_sum = of_sum + of_summed
     of_projected = of_sum if saved.words is None else thinned(of_sum, saved.words, dropout)
     return of_sum, of_projected, of_weight, of_norm_bias, column_sums.by_torch(of_projected)
 
 
 def _block(columns: int, numbers: int) -> tuple[int, int]:
-    """Columns of a program, a power of two, and the rows that it reads at once: so many numbers together."""
-    block = 1 << (columns - 1).bit_length()
+    """Columns of a program, and the rows that it reads at once: so many numbers together."""
+    block = own_kernels.power_of_two_from(columns)
     return block, max(1, numbers // block)
 
 

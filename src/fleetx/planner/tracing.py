@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fleetx.memory.structures import tensors_in
+from fleetx.notices import quiet
 from fleetx.planner.feeding import Feeding, placed, resized
 from fleetx.planner.untouched import untouched
 from fleetx.slicing import Batch
@@ -131,7 +132,7 @@ def trace(feeding: Feeding, sample: Batch, samples: int = 2, *, seed: int | None
 
     handles: list[Any] = []
     batch = placed(resized(sample, samples), feeding.device)
-    with untouched(model, feeding.loss_fn, gradients=False), torch.enable_grad():
+    with quiet(), untouched(model, feeding.loss_fn, gradients=False), torch.enable_grad():
         for name, module in model.named_modules():
             entering = lambda m, args, kwargs, name=name: enter(m, args, kwargs, name)  # noqa: E731
             handles.append(module.register_forward_pre_hook(entering, with_kwargs=True))

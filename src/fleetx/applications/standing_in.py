@@ -1,0 +1,41 @@
+"""When a kernel may do what modules do, without calling them."""
+
+from torch import Tensor, nn
+
+from fleetx.applications.cheap_dropout import CheapDropout
+from fleetx.applications.stream_norm import StreamLayerNorm
+from fleetx.notices import tell_once
+
+_PARAMETERS: dict[type[nn.Module], tuple[str, ...]] = {
+    nn.Linear: ("weight", "bias"),
+    StreamLayerNorm: ("weight", "bias"),
+    CheapDropout: (),
+}
+
+
+def is_usual(part: nn.Module, usual: type[nn.Module]) -> bool:
+    """Whether nobody would notice that a part was not called: it is what it was made as, and nobody watches it."""
+    if type(part) is not usual or "forward" in vars(part):
+        return False
+    hooks = part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks
+    if any(hooks) or nn.modules.module._has_any_global_hook():
+        return False
+    return all(_is_plain(part._parameters.get(name)) for name in _PARAMETERS[usual])
+
+
+def may_stand_in_for(*parts: tuple[nn.Module, type[nn.Module]]) -> bool:
+    """Whether kernels may do what all of these parts do; if not, that is said once."""
+    if all(is_usual(part, usual) for part, usual in parts):
+        return True
+    tell_once(
+        "bert.parts",
+        "parts inside of BERT's half layers were replaced, or have hooks (those of a plan that names them, too). So "
+        "they are called one after the other, in place of kernels that do several at once: results differ by rounding "
+        "from those of a model without hooks.",
+    )
+    return False
+
+
+def _is_plain(parameter: Tensor | None) -> bool:
+    """Whether a kernel may read it."""
+    return parameter is not None and type(parameter) in (Tensor, nn.Parameter) and parameter.is_contiguous()
