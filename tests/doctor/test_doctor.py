@@ -153,6 +153,12 @@ def test_a_step_that_does_not_learn_or_cannot_run_fails(monkeypatch):
     assert not check.passed
 
 
+def test_a_diagnosis_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert trials.two_workers().passed
+    assert not list(tmp_path.iterdir())
+
+
 def test_workers_that_cannot_find_each_other_fail(monkeypatch):
     monkeypatch.setattr(trials.Path, "with_name", lambda self, name: ROOT / "tests" / "no_such_script.py")
     check = trials.two_workers()

@@ -6,6 +6,8 @@ from torch import nn
 
 import fleetx as X
 from fleetx import fleet
+from fleetx.fleet import oom
+from tests.fleet.planned import RunsOut, batches, prepared, strategy
 
 
 class Greedy(nn.Module):
@@ -75,8 +77,29 @@ def test_what_is_on_already_is_not_advised():
         step(batch())
     note = "\n".join(caught.value.__notes__)
     assert "in the forward, in the segment that would have ended at" in note
-    assert "enable_offload = True" in note
     assert "try amp" not in note
+    assert "enable_offload" not in note  # from the memory of a CPU there is nowhere to go
+    advice = " ".join(oom._advice(strategy, 0, 8, torch.device("cuda"), is_planned=False))
+    assert "enable_offload = True" in advice
+    assert "try amp" not in advice
+
+
+@pytest.mark.parametrize("oom_retry", [False, True])
+@pytest.mark.parametrize("global_batch", [None, 16])
+def test_where_the_planner_cuts_its_own_settings_are_advised(oom_retry, global_batch):
+    configs = {"oom_retry": oom_retry, "memory_budget": "3MiB", "global_batch": global_batch}
+    model, optimizer = prepared(strategy(configs, k_steps=1))
+    step = X.Step(model, optimizer, nn.functional.mse_loss)
+    (data,) = batches(1)
+    step(data)
+    model.greed = RunsOut(at=1, times=100)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        step(data)
+    note = "\n".join(caught.value.__notes__)
+    assert "try a smaller recompute_configs.memory_budget" in note
+    assert ("oom_retry = True" in note) is not oom_retry
+    assert "k_steps" not in note.partition("no smaller plan")[0]
+    assert "enable_offload" not in note  # of a CPU's memory there is no other
 
 
 def test_other_errors_are_left_alone():

@@ -138,7 +138,7 @@ def test_what_fails_without_a_loss_function_because_the_target_was_an_input_is_e
 
     with pytest.raises(IndexError) as caught:
         asked(Two(net()), loss_fn=None)
-    assert "the model is called with all of the sample, a target included" in caught.value.__notes__[0]
+    assert "the model is called with all of the sample, a target included" in "".join(caught.value.__notes__)
 
 
 def test_losses_in_a_dict_are_planned_as_step_trains_them():

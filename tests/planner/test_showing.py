@@ -42,6 +42,25 @@ def needs(width):
 
 def wrong():
     return make()[0]
+
+def turned():
+    return make()[1::-1]
+
+def no_loss():
+    return *make()[:2], "mse"
+
+def many_losses():
+    return *make()[:2], nn.CrossEntropyLoss(reduction="none")
+
+def broken():
+    return 1 / 0
+
+def breaks():
+    def forward(*_):
+        raise ValueError("it is the model's")
+    model, *others = make()
+    model[2].forward = forward
+    return model, *others
 """
 
 
@@ -98,6 +117,34 @@ def test_a_peak_in_the_update_is_called_so():
     plan = plan_for(transformer(4, update_bytes=8 * GIB), memory=32 * GIB, global_batch=4, curve=False)
     assert any(re.match(r" +update +8 GiB +.*its update", line) for line in str(plan).splitlines())
     assert "working" not in str(plan)
+
+
+def test_speeds_beside_a_measured_one_are_said_to_be_predicted():
+    plan = plan_for(transformer(4), memory=10 * GIB, global_batch=64)
+    lines = [line.strip() for line in str(plan).splitlines()]
+    assert {"runners-up", "with more or less memory"} <= set(lines)
+    lines = [line.strip() for line in str(plan.with_measurement(plan.peak, plan.seconds / 2)).splitlines()]
+    assert {"runners-up, as predicted", "with more or less memory, as predicted"} <= set(lines)
+
+
+@pytest.mark.parametrize(
+    ("saves", "said"),
+    [
+        (("inputs", "inputs"), "all segments are computed again."),
+        (("inputs", "dear"), "all segments are computed again, 1 of them in part."),
+        (("dear", "dear"), "all segments are computed again in part."),
+        (("everything", "dear"), "1 of 2 segments is computed again in part."),
+    ],
+)
+def test_what_keeps_dear_outputs_is_computed_again_in_part(saves, said):
+    segments = [
+        replace(segment, options=tuple(option for option in segment.options if option.state == State(save)))
+        for segment, save in zip(transformer(2).segments, saves, strict=True)
+    ]
+    plan = plan_for(
+        replace(transformer(2), segments=tuple(segments)), memory=100 * GIB, global_batch=8, one_forward=True
+    )
+    assert plan.reason == f"one forward of 8 was asked for; {said}"
 
 
 def test_what_is_as_fast_is_not_called_faster():
@@ -271,6 +318,15 @@ def test_what_the_command_notes_are_its_own_options(app, maker):
         (["--app", "resnet50", "--seq-len", "64"], "resnet50 sees images: give --image-size"),
         (["--app", "bert_base", "--image-size", "64"], "bert_base reads texts: give --seq-len"),
         (["users_model:wrong"], "must return"),
+        (["users_model:turned"], "got a tuple in the place of the model, which comes first"),
+        (["users_model:no_loss", "--no-bf16"], "loss_fn must be a function"),
+        (
+            ["users_model:many_losses", "--no-bf16"],
+            "loss_fn returned for 2 samples is not a loss: 'loss' has shape (2,)",
+        ),
+        (["users_model:broken", "--no-bf16"], "ZeroDivisionError"),
+        (["users_model:breaks", "--no-bf16"], "ValueError: it is the model's"),
+        (["users_model:breaks", "--no-bf16"], "FleetX: the planner tried the model with 2 samples"),
         (["--app", "vgg"], "--app must be one of"),
     ],
 )

@@ -25,7 +25,10 @@ WHAT = (
     "Rivals: all, none and every n-th block computed again, with and without offload, micro-batches of powers of two, "
     "and random states"
 )
-TINY_WHAT = "Small models in fp32 on a simulated device of the stated size"
+TINY_WHAT = (
+    "Small models in fp32 on a simulated device of the stated size. Their speed is that of Python, which differs from "
+    "moment to moment: it says nothing about plans"
+)
 
 
 def measure(

@@ -4,6 +4,7 @@ import importlib
 import io
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -58,8 +59,9 @@ def two_workers() -> Check:
 
 def _job(seconds: int = 120) -> str:
     script = Path(__file__).with_name("worker.py")
-    command = [sys.executable, "-m", "fleetx.launch", "--devices", "cpu,cpu", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    with tempfile.TemporaryDirectory(prefix="fleetx-doctor-") as logs:  # nobody asked for these where they are
+        command = [sys.executable, "-m", "fleetx.launch", "--devices", "cpu,cpu", "--log_dir", logs, str(script)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     if done.returncode or "sum 3" not in done.stdout:
         raise RuntimeError(f"exit code {done.returncode}: {(done.stderr or done.stdout).strip()[-400:]}")
     return "they found each other and agree"

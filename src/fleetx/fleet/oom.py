@@ -1,15 +1,17 @@
 """What an out-of-memory error should say: what was resident, and which settings would help, with figures."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from fleetx import memory
 from fleetx.strategy import DistributedStrategy
 from fleetx.units import format_bytes
+
+if TYPE_CHECKING:
+    from fleetx.fleet.optimizer import DistributedOptimizer
 
 _EXPLAINED = "_explained_by_fleetx"
 
@@ -17,7 +19,7 @@ _EXPLAINED = "_explained_by_fleetx"
 def explain(
     error: BaseException,
     parameters: Iterable[Tensor],
-    optimizer: Optimizer,
+    optimizer: "DistributedOptimizer",
     strategy: DistributedStrategy,
     samples: int | None = None,
 ) -> None:
@@ -45,24 +47,30 @@ def explain(
     lines = [
         "FleetX: memory ran out" + (f" with a micro-batch of {samples} samples" if samples else "") + ".",
         *(f"  {kind}: {format_bytes(size)}" for kind, size in resident.items()),
-        *(f"  {advice}" for advice in _advice(strategy, activations, samples)),
+        *(f"  {advice}" for advice in _advice(strategy, activations, samples, device, optimizer.plan is not None)),
     ]
     error.add_note("\n".join(lines))
 
 
-def _advice(strategy: DistributedStrategy, activations: int, samples: int | None) -> Iterable[str]:
+def _advice(
+    strategy: DistributedStrategy, activations: int, samples: int | None, device: torch.device, is_planned: bool
+) -> Iterable[str]:
     """Settings that would lower the peak, those that cost least first."""
     half = f", about {format_bytes(activations // 2)} less" if activations else ""
-    if samples is None or samples > 1:
+    if is_planned:
+        yield "try a smaller recompute_configs.memory_budget: the planner cuts and computes again as that takes"
+        if not strategy.recompute_configs.oom_retry:
+            yield "try recompute_configs.oom_retry = True: such a step is done again with a smaller plan, same update"
+    elif samples is None or samples > 1:
         k_steps = strategy.gradient_merge_configs.k_steps if strategy.gradient_merge else 1
         yield f"try gradient_merge with k_steps = {2 * k_steps}: micro-batches of half the size{half}, same update"
     if not strategy.amp:
         yield f"try amp with dtype 'bfloat16': activations of half the size{half}"
     if not strategy.recompute:
         yield "try recompute with checkpoints = ['...'] or 'auto': of each segment only its inputs are kept"
-    elif not strategy.recompute_configs.enable_offload:
+    elif not strategy.recompute_configs.enable_offload and device.type != "cpu":
         yield "try recompute_configs.enable_offload = True: checkpoints wait in host memory"
-    else:
+    elif not is_planned:
         yield "try more checkpoints: the largest segment must fit while it is computed again"
 
 

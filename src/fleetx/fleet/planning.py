@@ -32,6 +32,7 @@ from fleetx.planner.updating import tensors_of
 from fleetx.planner.verify import MOST_PLANS, allowed
 from fleetx.slicing import Batch
 from fleetx.strategy import DistributedStrategy
+from fleetx.units import format_bytes
 
 Door = Literal["minimize", "Step", "a program"]
 _LOSS_UNSEEN = "minimize() sees no loss function: what that takes is not planned. fleetx.Step plans it too."
@@ -226,8 +227,10 @@ class Planning:
             raise out from None
         self._question["memory"] = budget
         self._unchecked = CHECKED
-        tell_once("planning.oom", f"memory ran out; the step is done again within {made.peak / 2**30:.2f} GiB.")
+        again = f"memory ran out, and a step was done again with this plan in place of one for {format_bytes(now)}."
+        tell_once("planning.oom", f"memory ran out; the step is done again within {format_bytes(made.peak)}.")
         self._put_on(made)
+        self.plan = replace(made, notes=(*made.notes, again))
 
     # How -------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,9 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -81,7 +83,7 @@ def plan_command(
     _require_room_for_weights(model, optimizer, budget)
     if device == "cpu":
         typer.echo(f"{_SLOW}{_SOONER if app else ''}.", err=True)
-    try:
+    with _failures_said():
         plan = planner.plan(
             model,
             sample,
@@ -99,11 +101,6 @@ def plan_command(
             cached=cached,
             words=_words(),
         )
-    except asked.CannotBeCut as error:
-        raise typer.BadParameter(str(error)) from error
-    except planner.DoesNotFit as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from error
     typer.echo(plan.to_json() if json else str(plan))
     try:
         if out is not None:
@@ -114,6 +111,29 @@ def plan_command(
     except OSError as error:
         typer.echo(f"it could not be written: {error}.", err=True)
         raise typer.Exit(1) from error
+
+
+@contextmanager
+def _failures_said() -> Generator[None]:
+    """What does not fit ends with 1, all else that goes wrong inside with 2: scripts must tell them apart."""
+    from fleetx.planner.fitting import DoesNotFit
+
+    try:
+        yield
+    except DoesNotFit as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+    except Exception as error:
+        if isinstance(error, TypeError | ValueError) and _is_refusal(error):
+            raise typer.BadParameter(str(error)) from error
+        traceback.print_exception(error)  # of the user's own code
+        raise typer.Exit(2) from error
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether FleetX says so in its own words: it was raised here, and not in a model or a loss function."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return Path(frame.f_code.co_filename).is_relative_to(Path(__file__).parents[1])
 
 
 def _words() -> "Words":
@@ -208,6 +228,8 @@ def _require_function(maker: str, function: object) -> None:
 
 def _made(maker: str) -> tuple[Any, ...]:
     """What the user's function returns."""
+    from torch import nn
+
     module, colon, name = maker.partition(":")
     if not colon or not name or not module:
         raise typer.BadParameter(f"a model is given as module:function, got {maker!r}: for example train:make_model.")
@@ -220,8 +242,12 @@ def _made(maker: str) -> tuple[Any, ...]:
     finally:
         sys.path.remove("")
     _require_function(maker, function)
-    made = function()
+    with _failures_said():
+        made = function()
     if not isinstance(made, tuple) or len(made) not in (2, 3, 4):
         got = f"{len(made)} values" if isinstance(made, tuple) else f"a {type(made).__name__}"
+        raise typer.BadParameter(f"{maker!r} must return (model, sample[, loss_fn[, optimizer]]), got {got}.")
+    if not isinstance(made[0], nn.Module):
+        got = f"a {type(made[0]).__name__} in the place of the model, which comes first"
         raise typer.BadParameter(f"{maker!r} must return (model, sample[, loss_fn[, optimizer]]), got {got}.")
     return made

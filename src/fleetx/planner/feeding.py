@@ -42,7 +42,7 @@ class Feeding:
         with self._low_precision():
             output = self._output(batch)
             if self.loss_fn is not None and self.compute is None:
-                _require_losses(output)
+                _require_losses(output, batch)
             return _one_number(output), all(one.dim() == 0 for one in _with_gradients(_losses(output)))
 
     def losses(self, batch: Batch) -> list[Tensor]:
@@ -52,10 +52,19 @@ class Feeding:
         return found if all(one.dim() == 0 for one in found) else []
 
     def _output(self, batch: Batch) -> Any:
-        if self.compute is not None:
-            return self.compute(self.model, batch)
+        compute = self.compute or self._computed
+        try:
+            return compute(self.model, batch)
+        except torch.OutOfMemoryError:  # which is reckoned with
+            raise
+        except Exception as error:
+            samples = batch_size(batch)
+            error.add_note(f"FleetX: the planner tried the model with {samples:,} samples, made of those it was given.")
+            raise
+
+    def _computed(self, model: nn.Module, batch: Batch) -> Any:
         inputs, target = self._parts(batch)
-        output = _called(self.model, inputs)
+        output = _called(model, inputs)
         return output if self.loss_fn is None else self.loss_fn(output, target)
 
     def _parts(self, batch: Batch) -> tuple[Any, Any]:
@@ -80,14 +89,15 @@ def _called(model: nn.Module, inputs: Any) -> Any:
     return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
 
 
-def _require_losses(given: Any) -> None:
+def _require_losses(given: Any, batch: Batch) -> None:
     """What a loss function gave must be what `fleetx.Step` trains: it would plan another training otherwise."""
     from fleetx.batch_step import named_losses  # which plans too
 
     try:
         losses = named_losses(given, needs_gradient=False)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"what loss_fn returned is not a loss: {error}") from error
+        of_samples = f"what loss_fn returned for {batch_size(batch):,} samples"
+        raise type(error)(f"{of_samples} is not a loss: {error}") from error
     if not any(loss.requires_grad for loss in losses.values()):
         raise ValueError(
             f"what loss_fn returned has no gradient, so there is no backward to plan{_gradients_are_off()}. Compute "

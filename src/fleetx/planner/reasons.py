@@ -63,6 +63,7 @@ def _amount(search: Search, least: int) -> str:
 def _repeats(search: Search, found: Found) -> str:
     states = search.states(found)
     again = sum(state.save != "everything" for state in states)
+    in_part = sum(state.save == "dear" for state in states)
     away = sum(state.home == "host" for state in states)
     if not again and not away:
         return "all activations are kept"
@@ -70,6 +71,8 @@ def _repeats(search: Search, found: Found) -> str:
     if again:
         said.append("all segments are" if again == len(states) else f"{again} of {len(states)} segments {_be(again)}")
         said[0] += " computed again"
+        if in_part:
+            said[0] += " in part" if in_part == again else f", {in_part} of them in part"
     if away:
         said.append(f"{away} {'waits' if away == 1 else 'wait'} on the host")
     return " and ".join(said)

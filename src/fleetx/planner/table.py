@@ -130,15 +130,16 @@ def as_text(plan: Plan) -> str:
     ]
     if plan.host_bytes:
         lines += _columns("host", [("activations", format_bytes(plan.host_bytes))])
+    beside = "" if plan.measured is None else ", as predicted"  # where the speed of the plan itself is known
     lines += _columns(
-        "runners-up",
+        f"runners-up{beside}",
         [
             (f"{one.micro_batch:,} × {one.k_steps:,}", f"{one.samples_per_s:,.1f} samples/s", one.states)
             for one in plan.runners_up
         ],
     )
     lines += _columns(
-        "with more or less memory",
+        f"with more or less memory{beside}",
         [
             (format_bytes(one.memory), f"{one.samples_per_s:,.1f} samples/s", f"{one.micro_batch:,} × {one.k_steps:,}")
             for one in plan.curve
