@@ -1,4 +1,4 @@
-"""Starts pytest on a file whose kernels Triton's interpreter runs: that is decided once for a whole process."""
+"""Starts pytest on files whose kernels Triton's interpreter runs: that is decided once for a whole process."""
 
 import importlib.util
 import os
@@ -12,8 +12,10 @@ from tests.jobs.starting import ROOT
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
-def assert_passes_interpreted(file):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", file]
+def assert_passes_interpreted(*files, marked=None):
+    """All tests of these files, or only those that are marked so."""
+    only = [] if marked is None else ["-m", marked]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *only, *files]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]

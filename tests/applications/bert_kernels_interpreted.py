@@ -1,4 +1,4 @@
-"""A BERT whose kernels Triton's interpreter runs on the host. `test_bert_kernels` starts pytest on this file."""
+"""A BERT whose kernels Triton's interpreter runs on the host. `test_kernels` starts pytest on this file."""
 
 import pytest
 import torch

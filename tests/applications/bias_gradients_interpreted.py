@@ -1,4 +1,4 @@
-"""The very kernels, run by Triton's interpreter on the host. `test_bias_gradients` starts pytest on this file."""
+"""The very kernels, run by Triton's interpreter on the host. `test_kernels` starts pytest on this file."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The very kernel, run by Triton's interpreter on the host. `test_cheap_dropout` starts pytest on this file."""
+"""The very kernel, run by Triton's interpreter on the host. `test_kernels` starts pytest on this file."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The very kernels, run by Triton's interpreter on the host. `test_packed_attention` starts pytest on this file.
+"""The very kernels, run by Triton's interpreter on the host. `test_kernels` starts pytest on this file.
 
 TRITON_INTERPRET must be set before Triton is imported, and is then set for the whole process: hence one of its own. The
 interpreter cannot multiply matrices of bf16, so everything here is fp16.

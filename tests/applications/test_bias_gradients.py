@@ -1,17 +1,9 @@
 """Which hidden states are taken; the kernels' own tests are in ``bias_gradients_interpreted``."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from fleetx.applications import bias_gradients, own_kernels
-from tests.interpreting import assert_passes_interpreted, needs_triton
-
-
-@needs_triton
-def test_the_kernels_pass_their_tests_in_tritons_interpreter():
-    assert_passes_interpreted(Path(__file__).parent / "bias_gradients_interpreted.py")
 
 
 @pytest.mark.parametrize(("shape", "is_taken"), [((16384, 2), True), ((32, 512, 2), True), ((16383, 2), False)])

@@ -1,12 +1,9 @@
 """Zeros by products of random words: as many as asked for, and nothing to be learned from one about another."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from fleetx.applications.cheap_dropout import CheapDropout, draw_words, thinned
-from tests.interpreting import assert_passes_interpreted, needs_triton
 
 
 @pytest.mark.parametrize("dropout", [0.1, 0.5, 0.9])
@@ -66,8 +63,3 @@ def test_compiled_code_repeats_with_the_generator_and_has_the_same_zeros_in_the_
         outputs.append(y.detach())
     assert torch.equal(*outputs)
     assert (outputs[0] == 1).float().mean().item() == pytest.approx(0.3, abs=0.03)
-
-
-@needs_triton
-def test_the_kernel_passes_its_tests_in_tritons_interpreter():
-    assert_passes_interpreted(Path(__file__).parent / "cheap_dropout_interpreted.py")

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,15 +9,6 @@ from torch.nn import functional
 
 from fleetx.applications import packed_attention as ours
 from fleetx.applications.bert_unpad import pack
-from tests.interpreting import assert_passes_interpreted, needs_triton
-
-HERE = Path(__file__).parent
-
-
-@pytest.mark.full  # the longest of its kind; the device's tests run the kernels themselves
-@needs_triton
-def test_the_kernels_pass_their_tests_in_tritons_interpreter():
-    assert_passes_interpreted(HERE / "packed_attention_interpreted.py")
 
 
 def test_importing_it_imports_neither_triton_nor_the_compiler():

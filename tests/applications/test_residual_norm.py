@@ -1,17 +1,9 @@
 """Which residual streams are taken; the kernels' own tests are in ``residual_norm_interpreted``."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from fleetx.applications import own_kernels, residual_norm
-from tests.interpreting import assert_passes_interpreted, needs_triton
-
-
-@needs_triton
-def test_the_kernels_pass_their_tests_in_tritons_interpreter():
-    assert_passes_interpreted(Path(__file__).parent / "residual_norm_interpreted.py")
 
 
 @pytest.mark.parametrize(

@@ -28,11 +28,15 @@ def test_kernels_are_interpreted():
     assert kernels.INTERPRETED
 
 
-@settings(deadline=None, max_examples=50, derandomize=True)
-@given(scenarios.scenarios())
-def test_kernels_follow_the_formula_of_every_form_in_every_precision_and_with_every_skip(scenario):
-    # The interpreter cuts bf16 off where devices round.
-    scenarios.check(scenario, fused=True, rounds_to_nearest=False)
+@pytest.mark.parametrize("examples", [15, pytest.param(60, marks=pytest.mark.full)])
+def test_kernels_follow_the_formula_of_every_form_in_every_precision_and_with_every_skip(examples):
+    @settings(deadline=None, max_examples=examples, derandomize=True)
+    @given(scenarios.scenarios())
+    def check(scenario):
+        # The interpreter cuts bf16 off where devices round.
+        scenarios.check(scenario, fused=True, rounds_to_nearest=False)
+
+    check()
 
 
 MAKERS = {
@@ -214,6 +218,7 @@ def test_parameters_on_several_devices_are_refused(make):
         optimizer.step()
 
 
+@pytest.mark.full
 def test_after_a_hundred_steps_it_is_the_reference_within_a_millionth():
     random = np.random.default_rng(0)
     values = [random.normal(size=shape) * 0.1 for shape in ((8, 3), (70,))]

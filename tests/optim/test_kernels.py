@@ -2,6 +2,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.interpreting import assert_passes_interpreted, needs_triton
 
 HERE = Path(__file__).parent
@@ -10,6 +12,12 @@ HERE = Path(__file__).parent
 @needs_triton
 def test_the_kernels_pass_their_tests_in_tritons_interpreter():
     assert_passes_interpreted(HERE / "interpreted.py")
+
+
+@pytest.mark.full
+@needs_triton
+def test_the_kernels_pass_their_longest_tests_too():
+    assert_passes_interpreted(HERE / "interpreted.py", marked="full")
 
 
 def test_importing_fleetx_imports_neither_triton_nor_the_compiler():

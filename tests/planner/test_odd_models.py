@@ -71,7 +71,7 @@ def sample(size=4):
     return torch.randn(size, 16, generator=generator), torch.randn(size, 4, generator=generator)
 
 
-@pytest.mark.parametrize("make", [Shared, Bare, frozen, Coupled])
+@pytest.mark.parametrize("make", [Shared, Bare, frozen, pytest.param(Coupled, marks=pytest.mark.full)])
 def test_any_model_is_planned_and_a_real_step_confirms_it(make):
     torch.manual_seed(0)
     model = make()
@@ -153,7 +153,13 @@ def wide(activation, wrap=lambda module: module):
     return nn.Sequential(*blocks)
 
 
-@pytest.mark.parametrize("wrap", [lambda module: module, parametrizations.weight_norm], ids=["plain", "weight_norm"])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        pytest.param(lambda module: module, id="plain"),
+        pytest.param(parametrizations.weight_norm, marks=pytest.mark.full, id="weight_norm"),
+    ],
+)
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.GELU])
 @pytest.mark.parametrize(("batch", "memory"), [(8, "3MiB"), (64, "3MiB"), (2048, "16MiB"), (2048, "9MiB")])
 def test_bytes_are_known_where_weights_are_large_beside_a_few_samples(activation, wrap, batch, memory):

@@ -446,7 +446,7 @@ def test_the_last_segment_is_never_sent_away():
 
 @pytest.mark.parametrize("question", [{"one_forward": True}, {}, {"k_steps": 4}, {"host_memory": 20 * GIB}])
 @pytest.mark.parametrize("make", [transformer, differing])
-@pytest.mark.parametrize(("curve", "limit"), [(False, 1.5), (True, 3.0)])
+@pytest.mark.parametrize(("curve", "limit"), [(False, 1.5), pytest.param(True, 3.0, marks=pytest.mark.full)])
 def test_planning_two_hundred_segments_takes_less_than_two_seconds(question, make, curve, limit):
     """Twice what it takes on an idle machine, at most 0.7 and 1.5 seconds."""
     profile = replace(make(200, scale=8), gradient_parts=(6 * 2**20,) * 201)

@@ -1,9 +1,11 @@
 import copy
 import json
 import logging
+import shutil
 from collections import defaultdict, deque
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -533,10 +535,35 @@ def test_a_corrupt_file_is_said_once_and_measured_anew(caplog):
     assert cache.load(file.stem) is not None
 
 
+CUTS = ["blocks.0", "blocks.1"]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """The file of a profile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("measured")))
+        model, sample = gpt(2)
+        measure(Feeding(model), sample, CUTS, states=FEW_STATES)
+        (file,) = cache.folder().iterdir()
+        return file
+
+
+@pytest.fixture
+def saved(measured):
+    """The same where this test looks for it."""
+    cache.folder().mkdir(parents=True)
+    return Path(shutil.copy(measured, cache.folder()))
+
+
+def without_a_segment(values):
+    return values | {"segments": values["segments"][:1]}
+
+
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda values: values | {"segments": values["segments"][:1]},
+        without_a_segment,
         lambda values: values | {"fixed": {"parameters": None}},
         lambda values: values | {"tail_bytes": ["many", "more"]},
         lambda values: values | {"sizes": []},
@@ -548,15 +575,18 @@ def test_a_corrupt_file_is_said_once_and_measured_anew(caplog):
         without_times,
     ],
 )
-def test_a_file_that_says_something_else_is_measured_anew(damage):
-    model, sample = gpt(2)
-    cuts = ["blocks.0", "blocks.1"]
-    measure(Feeding(model), sample, cuts, states=FEW_STATES)
-    (file,) = cache.folder().iterdir()
-    file.write_text(json.dumps(damage(json.loads(file.read_text())) | {"device": "somewhere else"}))
-    again = measure(Feeding(model), sample, cuts, states=FEW_STATES)
+def test_a_file_that_says_something_else_is_not_taken(damage, saved):
+    saved.write_text(json.dumps(damage(json.loads(saved.read_text()))))
+    known = cache.load(saved.stem)
+    assert known is None or [segment.name for segment in known.segments] != CUTS  # which `measure` refuses
+
+
+def test_a_file_of_other_segments_is_measured_anew(saved):
+    saved.write_text(json.dumps(without_a_segment(json.loads(saved.read_text())) | {"device": "somewhere else"}))
+    assert cache.load(saved.stem).device == "somewhere else"
+    again = measure(Feeding(gpt(2)[0]), gpt(2)[1], CUTS, states=FEW_STATES)
     assert again.device == "the CPU"
-    assert [segment.name for segment in again.segments] == cuts
+    assert [segment.name for segment in again.segments] == CUTS
 
 
 def test_modules_that_run_more_than_once_are_no_cuts():

@@ -57,7 +57,7 @@ def test_a_plan_runs_on_a_device_that_has_its_budget_and_no_more(make, one_forwa
 
 def test_a_block_that_does_not_fit_is_cut_in_two():
     torch.manual_seed(0)
-    model, sample = application("bert_base", 16, layers=4, width=32, heads=2, vocab_size=100, max_positions=16)
+    model, sample = application("bert_base", 16, layers=2, width=32, heads=2, vocab_size=100, max_positions=16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     feeding = Feeding(model)
     settings = {"optimizer": optimizer, "global_batch": 64, "one_forward": True, "bandwidth": 1e9}
