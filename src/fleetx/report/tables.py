@@ -143,7 +143,9 @@ def budgets_table(result: Result) -> str:
     model, unlimited = "bert_large", "bert_large in all memory"
     cases = {name: case for name, case in result["cases"].items() if name.startswith(model) and case.get("complete")}
     # Machines differ from moment to moment by more than budgets do: only what ran beside it is compared with it.
-    cases = {name: case for name, case in cases.items() if name == unlimited or "of_all_memory" in case}
+    cases = {
+        name: case for name, case in cases.items() if name == unlimited or "of_all_memory" in case or "peak" not in case
+    }
     if "samples_per_s" not in cases.get(unlimited, {}):
         raise ValueError(
             f"budgets are compared with {unlimited!r}, which is not measured yet: fleetx bench plan does that."
@@ -164,6 +166,8 @@ def budgets_table(result: Result) -> str:
 
 
 def _bought(case: Result) -> tuple[str, ...]:
+    if "peak" not in case:
+        return "ran out of memory", "", ""
     share = case.get("of_all_memory", 1.0)
     return f"{case['peak'] / 2**30:.1f}", f"{case['samples_per_s']:,.0f}", f"{share:.0%}"
 
