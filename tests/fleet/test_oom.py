@@ -7,7 +7,7 @@ from torch import nn
 import fleetx as X
 from fleetx import fleet
 from fleetx.fleet import oom
-from tests.fleet.planned import RunsOut, batches, prepared, strategy
+from tests.fleet.planned import RunsOut, batches, by_minimize, prepared, strategy
 
 
 class Greedy(nn.Module):
@@ -79,7 +79,7 @@ def test_what_is_on_already_is_not_advised():
     assert "in the forward, in the segment that would have ended at" in note
     assert "try amp" not in note
     assert "enable_offload" not in note  # from the memory of a CPU there is nowhere to go
-    advice = " ".join(oom._advice(strategy, 0, 8, torch.device("cuda"), is_planned=False))
+    advice = " ".join(oom._advice(strategy, 0, 8, torch.device("cuda")))
     assert "enable_offload = True" in advice
     assert "try amp" not in advice
 
@@ -96,10 +96,23 @@ def test_where_the_planner_cuts_its_own_settings_are_advised(oom_retry, global_b
     with pytest.raises(torch.OutOfMemoryError) as caught:
         step(data)
     note = "\n".join(caught.value.__notes__)
-    assert "try a smaller recompute_configs.memory_budget" in note
-    assert ("oom_retry = True" in note) is not oom_retry
-    assert "k_steps" not in note.partition("no smaller plan")[0]
+    tried = "try a smaller recompute_configs.memory_budget" in note, "oom_retry = True" in note
+    assert tried == ((False, False) if oom_retry else (True, True))  # smaller plans were tried already, or not
+    assert ("try gradient_merge" in note) == (global_batch is None)  # else the planner cuts
     assert "enable_offload" not in note  # of a CPU's memory there is no other
+
+
+def test_where_the_caller_cuts_no_step_can_be_done_again():
+    model, optimizer = prepared(strategy({}))
+    (data,) = batches(1)
+    by_minimize(model, optimizer, [data])
+    model.greed = RunsOut(at=1, where="backward", times=100)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        by_minimize(model, optimizer, [data])
+    note = "\n".join(caught.value.__notes__)
+    assert "try a smaller recompute_configs.memory_budget" in note
+    assert "oom_retry" not in note
+    assert "try gradient_merge with k_steps = 4" in note
 
 
 def test_other_errors_are_left_alone():

@@ -335,7 +335,7 @@ def test_a_step_is_done_again_even_if_no_new_plan_fitted_before(monkeypatch):
     model.greed = RunsOut(at=1)
     assert step(second).updated
     assert step.plan.peak < before.peak
-    assert any("memory ran out, and a step was done again" in note for note in step.plan.notes)
+    assert any("took the place of a plan for" in note for note in step.plan.notes)
 
 
 def test_what_was_given_up_is_not_counted_with_what_came_after():

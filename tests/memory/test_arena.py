@@ -93,6 +93,47 @@ def test_a_limit_is_kept_and_refused_before_anything_is_allocated(sizes, limit):
         assert arena.reserved <= limit
 
 
+def grown_in_each_step(arena, steps):
+    """How many slabs come anew in each of these steps, which are tensors of these sizes, or some after others."""
+    counts = []
+    for parts in steps:
+        before = set(map(id, arena.slabs))
+        kept = list(arena.slabs)  # so that no new one has the name of one that is gone
+        for sizes in parts:
+            blocks = [arena.take(size) for size in sizes]
+            for block in reversed(blocks):
+                arena.give_back(block)
+        counts.append(sum(id(slab) not in before for slab in arena.slabs))
+        del kept
+    return counts
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [[[171 * 12300] * 24], [[169 * 12300] * 24]],  # micro-batches that differ by a sample or two
+        [[[1000] * 4, [20 * 2**20] * 4]],  # never there together
+        [[[20 * 2**20] * 4, [1000] * 4, [8 * 2**20] * 8]],
+    ],
+    ids=["around the border", "small, then large", "large, small, large"],
+)
+def test_what_comes_again_and_again_is_pinned_once(steps):
+    arena = HostArena(pin_for=None)
+    counts = grown_in_each_step(arena, steps * 5)
+    assert sum(counts[: 2 * len(steps)]) > 0
+    assert sum(counts[3 * len(steps) :]) == 0
+
+
+def test_before_a_limit_is_exceeded_what_is_idle_is_given_back():
+    large = SMALL_SLAB + 2**20
+    arena = HostArena(pin_for=None, limit=large)
+    arena.give_back(arena.take(1000))
+    block = arena.take(large)
+    assert arena.reserved == large
+    arena.give_back(block)
+    assert arena.take(1000).slab.is_shared is False  # there is room in what is idle
+
+
 def test_before_a_limit_is_exceeded_small_and_large_tensors_share():
     large = SMALL_SLAB // 2
     arena = HostArena(pin_for=None, limit=SMALL_SLAB + large)

@@ -55,6 +55,18 @@ def many_losses():
 def broken():
     return 1 / 0
 
+def ends():
+    exit(0)
+
+def lazy():
+    return nn.LazyLinear(3), torch.randn(4, 16)
+
+def empty():
+    return nn.ReLU(), torch.randn(4, 16)
+
+def no_optimizer():
+    return *make(), "adam"
+
 def breaks():
     def forward(*_):
         raise ValueError("it is the model's")
@@ -293,7 +305,7 @@ def test_the_command_takes_a_number_of_micro_batches(app, maker):
 def test_what_cannot_be_written_is_told_after_the_plan(app, maker, tmp_path, monkeypatch):
     monkeypatch.setattr(Plan, "save", full)
     done = runner.invoke(app, [maker, "--no-bf16", "--memory", "1MiB", "--out", str(tmp_path / "plan.json")])
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "Plan for" in done.stdout
     assert "it could not be written: no space left on the device." in done.stderr
 
@@ -324,7 +336,11 @@ def test_what_the_command_notes_are_its_own_options(app, maker):
             ["users_model:many_losses", "--no-bf16"],
             "loss_fn returned for 2 samples is not a loss: 'loss' has shape (2,)",
         ),
-        (["users_model:broken", "--no-bf16"], "ZeroDivisionError"),
+        (["users_model:broken"], "ZeroDivisionError"),
+        (["users_model:ends"], "SystemExit: 0"),
+        (["users_model:lazy"], "uninitialized parameter"),
+        (["users_model:empty"], "optimizer got an empty parameter list"),
+        (["users_model:no_optimizer"], "got a str in the place of the optimizer, which comes last"),
         (["users_model:breaks", "--no-bf16"], "ValueError: it is the model's"),
         (["users_model:breaks", "--no-bf16"], "FleetX: the planner tried the model with 2 samples"),
         (["--app", "vgg"], "--app must be one of"),

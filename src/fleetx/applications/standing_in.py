@@ -3,14 +3,7 @@
 from torch import Tensor, nn
 
 from fleetx.applications.cheap_dropout import CheapDropout
-from fleetx.applications.stream_norm import StreamLayerNorm
 from fleetx.notices import tell_once
-
-_PARAMETERS: dict[type[nn.Module], tuple[str, ...]] = {
-    nn.Linear: ("weight", "bias"),
-    StreamLayerNorm: ("weight", "bias"),
-    CheapDropout: (),
-}
 
 
 def is_usual(part: nn.Module, usual: type[nn.Module]) -> bool:
@@ -20,7 +13,7 @@ def is_usual(part: nn.Module, usual: type[nn.Module]) -> bool:
     hooks = part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks
     if any(hooks) or nn.modules.module._has_any_global_hook():
         return False
-    return all(_is_plain(part._parameters.get(name)) for name in _PARAMETERS[usual])
+    return usual is CheapDropout or _has_plain_parameters(part)
 
 
 def may_stand_in_for(*parts: tuple[nn.Module, type[nn.Module]]) -> bool:
@@ -29,13 +22,20 @@ def may_stand_in_for(*parts: tuple[nn.Module, type[nn.Module]]) -> bool:
         return True
     tell_once(
         "bert.parts",
-        "parts inside of BERT's half layers were replaced, or have hooks (those of a plan that names them, too). So "
-        "they are called one after the other, in place of kernels that do several at once: results differ by rounding "
-        "from those of a model without hooks.",
+        "parts inside of BERT's half layers are not as they were made: they have hooks (those of a plan that names "
+        "them, too), were replaced, or have other parameters. So they are called one after the other, in place of "
+        "kernels that do several at once: results differ by rounding from those of such kernels.",
     )
     return False
 
 
-def _is_plain(parameter: Tensor | None) -> bool:
-    """Whether a kernel may read it."""
-    return parameter is not None and type(parameter) in (Tensor, nn.Parameter) and parameter.is_contiguous()
+def _has_plain_parameters(part: nn.Module) -> bool:
+    """Whether a kernel may read weight and bias."""
+    weight, bias = (part._parameters.get(name) for name in ("weight", "bias"))
+    if weight is None or bias is None or bias.shape != weight.shape[:1]:  # torch would broadcast a shorter bias
+        return False
+    return _is_plain(weight) and _is_plain(bias)
+
+
+def _is_plain(parameter: Tensor) -> bool:
+    return type(parameter) in (Tensor, nn.Parameter) and parameter.is_contiguous()

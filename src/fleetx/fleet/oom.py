@@ -12,6 +12,7 @@ from fleetx.units import format_bytes
 
 if TYPE_CHECKING:
     from fleetx.fleet.optimizer import DistributedOptimizer
+    from fleetx.fleet.planning import Planning
 
 _EXPLAINED = "_explained_by_fleetx"
 
@@ -47,21 +48,31 @@ def explain(
     lines = [
         "FleetX: memory ran out" + (f" with a micro-batch of {samples} samples" if samples else "") + ".",
         *(f"  {kind}: {format_bytes(size)}" for kind, size in resident.items()),
-        *(f"  {advice}" for advice in _advice(strategy, activations, samples, device, optimizer.plan is not None)),
+        *(f"  {advice}" for advice in _advice(strategy, activations, samples, device, _planning(optimizer))),
     ]
     error.add_note("\n".join(lines))
 
 
+def _planning(optimizer: "DistributedOptimizer") -> "Planning | None":
+    """What chose the plan that is in force."""
+    return None if optimizer.plan is None else optimizer.planning
+
+
 def _advice(
-    strategy: DistributedStrategy, activations: int, samples: int | None, device: torch.device, is_planned: bool
+    strategy: DistributedStrategy,
+    activations: int,
+    samples: int | None,
+    device: torch.device,
+    planning: "Planning | None" = None,
 ) -> Iterable[str]:
     """Settings that would lower the peak, those that cost least first."""
     half = f", about {format_bytes(activations // 2)} less" if activations else ""
-    if is_planned:
-        yield "try a smaller recompute_configs.memory_budget: the planner cuts and computes again as that takes"
-        if not strategy.recompute_configs.oom_retry:
+    if planning is not None and not strategy.recompute_configs.oom_retry:  # which has tried smaller plans already
+        yield "try a smaller recompute_configs.memory_budget: the planner keeps to that"
+        if planning.door == "Step":
             yield "try recompute_configs.oom_retry = True: such a step is done again with a smaller plan, same update"
-    elif samples is None or samples > 1:
+    chosen = planning is not None and planning.chooses_k_steps
+    if not chosen and (samples is None or samples > 1):
         k_steps = strategy.gradient_merge_configs.k_steps if strategy.gradient_merge else 1
         yield f"try gradient_merge with k_steps = {2 * k_steps}: micro-batches of half the size{half}, same update"
     if not strategy.amp:
@@ -70,7 +81,7 @@ def _advice(
         yield "try recompute with checkpoints = ['...'] or 'auto': of each segment only its inputs are kept"
     elif not strategy.recompute_configs.enable_offload and device.type != "cpu":
         yield "try recompute_configs.enable_offload = True: checkpoints wait in host memory"
-    elif not is_planned:
+    elif planning is None:
         yield "try more checkpoints: the largest segment must fit while it is computed again"
 
 

@@ -80,6 +80,11 @@ class Planning:
         return model
 
     @property
+    def chooses_k_steps(self) -> bool:
+        """Whether the planner says how batches are cut; else the user does."""
+        return bool(self._question) and self._question["k_steps"] is None
+
+    @property
     def optimizer(self) -> Any:
         """What moves the model's weights; None until it is made."""
         return self._optimizer()
@@ -227,10 +232,10 @@ class Planning:
             raise out from None
         self._question["memory"] = budget
         self._unchecked = CHECKED
-        again = f"memory ran out, and a step was done again with this plan in place of one for {format_bytes(now)}."
         tell_once("planning.oom", f"memory ran out; the step is done again within {format_bytes(made.peak)}.")
+        note = f"it took the place of a plan for {format_bytes(self.plan.peak)}, with which memory ran out."
         self._put_on(made)
-        self.plan = replace(made, notes=(*made.notes, again))
+        self.plan = replace(made, notes=(*made.notes, note))
 
     # How -------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Host memory for offloaded tensors: pinned once, used again in every step, never more than the largest step needed.
+"""Host memory for offloaded tensors: pinned once, used again in every step, little more than the largest step needed.
 
 torch's own pinned allocator rounds sizes up to powers of two, and pinning takes its time. So slabs are made to measure,
 registered once, and handed out in blocks.
@@ -23,7 +23,7 @@ from fleetx.units import format_bytes
 
 ALIGNMENT = 512
 SMALL_SLAB = 16 * 2**20  # which small tensors share
-_LARGE = 2 * 2**20  # from here on a tensor has a slab to its measure
+_LARGE = 2 * 2**20  # as large pages are: from here on a tensor has a slab to its measure
 _WIPE_ON_FORK = 18 if sys.platform == "linux" else None  # Python has no name for it
 
 _registered: list[tuple[Tensor, torch.device]] = []  # memory that nobody uses any more
@@ -178,11 +178,13 @@ class HostArena:
         self._drop(list(self.slabs))
 
     def _grow(self, size: int) -> Slab:
-        # Tensors of another size came: what the old ones left behind would only add up.
-        self._drop([slab for slab in self.slabs if slab.is_idle])
+        # Tensors of another size came: what the old ones left behind would only add up. Not that of the other kind:
+        # it may be wanted again in every step, as this one.
+        self._drop([slab for slab in self.slabs if slab.is_idle and slab.is_shared == _is_small(size)])
         amount = SMALL_SLAB if _is_small(size) else size
         if self.limit is not None and self.reserved + amount > self.limit:
-            amount = size
+            self._drop([slab for slab in self.slabs if slab.is_idle])
+            amount = max(size, min(amount, self.limit - self.reserved))
         self._require_room(amount)
         slab = Slab(_pages(amount), [(0, amount)], is_shared=_is_small(size))
         if self.pin_for is not None:

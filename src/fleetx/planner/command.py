@@ -54,7 +54,6 @@ def plan_command(
     import torch
 
     from fleetx import planner
-    from fleetx.planner import asked
     from fleetx.planner.picture import draw_plan
     from fleetx.planner.samples import APPLICATIONS, application
 
@@ -72,18 +71,15 @@ def plan_command(
     device_memory, offloaded = _amount(memory), _amount(host_memory)
     budget = _checked_budget(torch.device(device), device_memory, offloaded)
     _check_paths(out, picture)
-    made: tuple[Any, ...] = application(app, seq_len or 512, image_size or 224) if app else _made(str(maker))
-    model, sample, loss_fn, optimizer = (*made, None, None)[:4]
-    model = model.to(device)
-    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-4)
-    try:
-        asked.check_checkpoints(model, checkpoint or "auto")
-    except ValueError as error:
-        raise typer.BadParameter(f"--checkpoint: {error}") from error
-    _require_room_for_weights(model, optimizer, budget)
-    if device == "cpu":
-        typer.echo(f"{_SLOW}{_SOONER if app else ''}.", err=True)
     with _failures_said():
+        made: tuple[Any, ...] = application(app, seq_len or 512, image_size or 224) if app else _made(str(maker))
+        model, sample, loss_fn, optimizer = (*made, None, None)[:4]
+        model = model.to(device)
+        optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-4)
+        _check_checkpoints(model, checkpoint)
+        _require_room_for_weights(model, optimizer, budget)
+        if device == "cpu":
+            typer.echo(f"{_SLOW}{_SOONER if app else ''}.", err=True)
         plan = planner.plan(
             model,
             sample,
@@ -110,7 +106,7 @@ def plan_command(
             typer.echo(f"drawn: {draw_plan(plan, picture)}", err=True)
     except OSError as error:
         typer.echo(f"it could not be written: {error}.", err=True)
-        raise typer.Exit(1) from error
+        raise typer.Exit(2) from error
 
 
 @contextmanager
@@ -120,12 +116,14 @@ def _failures_said() -> Generator[None]:
 
     try:
         yield
+    except (typer.Exit, typer.BadParameter):
+        raise
     except DoesNotFit as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if isinstance(error, TypeError | ValueError) and _is_refusal(error):
-            raise typer.BadParameter(str(error)) from error
+            raise typer.BadParameter("\n".join([str(error), *getattr(error, "__notes__", [])])) from error
         traceback.print_exception(error)  # of the user's own code
         raise typer.Exit(2) from error
 
@@ -196,6 +194,15 @@ def _check_paths(out: Path | None, picture: Path | None) -> None:
             )
 
 
+def _check_checkpoints(model: Any, checkpoint: list[str] | None) -> None:
+    from fleetx.planner import asked
+
+    try:
+        asked.check_checkpoints(model, checkpoint or "auto")
+    except ValueError as error:
+        raise typer.BadParameter(f"--checkpoint: {error}") from error
+
+
 def _require_room_for_weights(model: Any, optimizer: Any, budget: int) -> None:
     """What is there whatever the plan: if already that is too much, nothing needs to be measured."""
     from fleetx.planner.updating import cost_of_update, fixed_bytes
@@ -229,6 +236,7 @@ def _require_function(maker: str, function: object) -> None:
 def _made(maker: str) -> tuple[Any, ...]:
     """What the user's function returns."""
     from torch import nn
+    from torch.optim import Optimizer
 
     module, colon, name = maker.partition(":")
     if not colon or not name or not module:
@@ -242,12 +250,14 @@ def _made(maker: str) -> tuple[Any, ...]:
     finally:
         sys.path.remove("")
     _require_function(maker, function)
-    with _failures_said():
-        made = function()
+    made = function()
     if not isinstance(made, tuple) or len(made) not in (2, 3, 4):
         got = f"{len(made)} values" if isinstance(made, tuple) else f"a {type(made).__name__}"
         raise typer.BadParameter(f"{maker!r} must return (model, sample[, loss_fn[, optimizer]]), got {got}.")
     if not isinstance(made[0], nn.Module):
         got = f"a {type(made[0]).__name__} in the place of the model, which comes first"
+        raise typer.BadParameter(f"{maker!r} must return (model, sample[, loss_fn[, optimizer]]), got {got}.")
+    if len(made) == 4 and not isinstance(made[3], Optimizer):
+        got = f"a {type(made[3]).__name__} in the place of the optimizer, which comes last"
         raise typer.BadParameter(f"{maker!r} must return (model, sample[, loss_fn[, optimizer]]), got {got}.")
     return made
