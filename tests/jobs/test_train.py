@@ -76,8 +76,8 @@ def test_a_strategy_file_and_a_single_worker(tmp_path):
     ("options", "message"),
     [
         (["--strategy", "missing.toml"], "missing.toml"),
-        (["--workers", "0"], "workers"),
-        (["--epochs", "many"], "epochs"),
+        pytest.param(["--workers", "0"], "workers", marks=pytest.mark.full),
+        pytest.param(["--epochs", "many"], "epochs", marks=pytest.mark.full),
     ],
 )
 def test_wrong_options_end_with_a_message(tmp_path, options, message):

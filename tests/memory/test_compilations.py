@@ -196,7 +196,10 @@ def test_a_module_with_a_forward_of_its_own_is_not_kept_in_silence():
         assert kept(model, **QUICK) == 0
 
 
-@pytest.mark.parametrize("name", ["early_stop", "preserve_rng_state", "module", "self_", "use_reentrant", "debug"])
+OTHER_NAMES = ["preserve_rng_state", "module", "self_", "use_reentrant", "debug"]
+
+
+@pytest.mark.parametrize("name", ["early_stop", *(pytest.param(name, marks=pytest.mark.full) for name in OTHER_NAMES)])
 def test_keywords_of_any_name_reach_the_module(name):
     class Named(nn.Module):
         def __init__(self):
@@ -293,7 +296,7 @@ def block():
     return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
 
 
-@pytest.mark.parametrize("save", ["inputs", "dear"])
+@pytest.mark.parametrize("save", [pytest.param("inputs", marks=pytest.mark.full), "dear"])
 def test_equal_blocks_may_be_given_different_sizes_in_one_forward(save):
     lengths = [(5, 7), (5, 9), (6, 8)]
     example = Example(TwoTowers(), lambda step: tuple(normal(step, 3, length, 4) for length in lengths[step]))
