@@ -35,8 +35,8 @@ lint: $(VENV)/.ready
 	$(BIN)/pyrefly check
 
 bench: $(VENV)/.ready
-	$(BIN)/fleetx bench step
-	$(BIN)/fleetx bench reduce
+	$(BIN)/python -m benchmarks step
+	$(BIN)/python -m benchmarks reduce
 
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .

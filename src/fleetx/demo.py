@@ -7,9 +7,9 @@ from rich.console import Console
 from rich.table import Table
 
 from fleetx.applications import digits
-from fleetx.bench.results import save_result
+from fleetx.curves import draw_run
 from fleetx.launch.run import launch
-from fleetx.report.curves import draw_run
+from fleetx.results import save_result
 from fleetx.runs import MetricsLog, new_run_folder, read_metrics
 from fleetx.strategy import DistributedStrategy
 

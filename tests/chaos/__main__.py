@@ -18,8 +18,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from fleetx.bench.results import save_result
-from fleetx.report.tables import chaos_outcome
+from benchmarks.report.tables import chaos_outcome
+from fleetx.results import save_result
 from tests.chaos import scenarios
 from tests.jobs.starting import ROOT
 

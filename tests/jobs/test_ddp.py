@@ -1,4 +1,4 @@
-"""Against DistributedDataParallel on the same job. Its speed: `fleetx bench reduce`."""
+"""Against DistributedDataParallel on the same job. Its speed: `python -m benchmarks reduce`."""
 
 import pytest
 import torch

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import fleetx
+from benchmarks.planning.running import Runner
 from fleetx import memory
-from fleetx.bench.planning.running import Runner
 from fleetx.planner.blocks import find_blocks
 from fleetx.planner.feeding import Feeding
 from fleetx.planner.fitting import DoesNotFit

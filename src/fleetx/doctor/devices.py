@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from fleetx.bench.results import describe_machine
 from fleetx.planner.link import bandwidth
+from fleetx.results import describe_machine
 from fleetx.units import format_bytes
 
 

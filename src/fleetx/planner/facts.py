@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fleetx.bench.results import describe_machine
+from fleetx.results import describe_machine
 from fleetx.slicing import Batch, map_tensors
 
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format)

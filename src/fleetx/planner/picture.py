@@ -8,8 +8,8 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from fleetx.curves import OURS, PLAIN
 from fleetx.planner.plan import Moment, Plan
-from fleetx.report.curves import OURS, PLAIN
 
 _FIXED, _KEPT, _MOVING = "#9db7c4", "#0b6e99", "#5fa55a"
 _LATE = "#c9d7de"

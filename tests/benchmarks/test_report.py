@@ -5,11 +5,11 @@ import pytest
 from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
-from fleetx.cli import app
-from fleetx.report.batches import draw_batches
-from fleetx.report.tables import TABLES, fill_in
+from benchmarks.__main__ import app
+from benchmarks.report.batches import draw_batches
+from benchmarks.report.tables import TABLES, fill_in
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.train import Case, make, optimizer_for, placed, synthetic_batch
 from fleetx import memory
-from fleetx.bench.train import Case, make, optimizer_for, placed, synthetic_batch
 from fleetx.memory import Segment
 from fleetx.planner.allocator import let_segments_grow
 

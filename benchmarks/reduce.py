@@ -1,6 +1,6 @@
 """Gradient reduction against DistributedDataParallel, on the same job: same numbers, and at what speed.
 
-Run by each worker; `fleetx bench reduce` starts two.
+Run by each worker; `python -m benchmarks reduce` starts two.
 """
 
 import argparse
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.timing import interleaved, ratio
 from fleetx import fleet
 from fleetx.batch_step import Step
-from fleetx.bench.timing import interleaved, ratio
 
 BATCH, WIDTH, LAYERS = 64, 512, 16
 WINDOWS = (1, 4)
@@ -138,7 +138,7 @@ def _by_minimize(batch: Any, k_steps: int) -> Callable[[], object]:
 
 def main() -> None:
     """What each worker of one job runs."""
-    parser = argparse.ArgumentParser(prog="python -m fleetx.bench.reduce", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.reduce", description=__doc__)
     parser.add_argument("out", type=Path, help="where the first worker writes its figures as JSON")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--calls", type=int, default=5)

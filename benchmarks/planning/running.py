@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fleetx.bench.planning.simulated import SimulatedDevice
+from benchmarks.planning.simulated import SimulatedDevice
 from fleetx.planner.clock import moment, seconds_between, wait_for
 from fleetx.planner.feeding import Feeding, placed, resized
 from fleetx.planner.plan import Plan

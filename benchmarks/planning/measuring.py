@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fleetx.bench.planning.cases import Case
-from fleetx.bench.planning.grid import Rival, as_plan, rivals
-from fleetx.bench.planning.running import Runner
-from fleetx.bench.results import now
+from benchmarks.planning.cases import Case
+from benchmarks.planning.grid import Rival, as_plan, rivals
+from benchmarks.planning.running import Runner
 from fleetx.planner.budget import budget_on
 from fleetx.planner.feeding import Feeding
 from fleetx.planner.fitting import DoesNotFit
 from fleetx.planner.making import plan_for
 from fleetx.planner.plan import Plan
 from fleetx.planner.road import Road
+from fleetx.results import now
 from fleetx.units import format_bytes
 
 Result = dict[str, Any]

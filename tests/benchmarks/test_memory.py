@@ -2,8 +2,8 @@
 
 import pytest
 
-from fleetx.bench import memory
-from fleetx.bench.train import Case
+from benchmarks import memory
+from benchmarks.train import Case
 
 TINY = (("layers", 4), ("width", 32), ("heads", 2), ("intermediate", 64), ("vocab_size", 100), ("max_positions", 32))
 BERT = Case("bert_base", 4, sequence=32, masked=4, sizes=TINY)

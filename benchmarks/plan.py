@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from fleetx.bench.planning.cases import CASES, TINY_CASES, Case
-from fleetx.bench.planning.measuring import Bench, OutOfTime, key_of
-from fleetx.bench.results import save_result, so_far
+from benchmarks.planning.cases import CASES, TINY_CASES, Case
+from benchmarks.planning.measuring import Bench, OutOfTime, key_of
 from fleetx.notices import tell_once
+from fleetx.results import save_result, so_far
 from fleetx.units import format_bytes
 
 WHAT = (
@@ -76,7 +76,7 @@ def measure(
 
 def _say(line: str) -> None:
     """At once: it takes many minutes, and whoever reads a log wants to know where it stands."""
-    print(line, flush=True)  # noqa: T201 - of a command
+    print(line, flush=True)
 
 
 def chosen(cases: Sequence[Case], only: str) -> list[Case]:

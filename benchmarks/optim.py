@@ -18,9 +18,9 @@ from matplotlib.figure import Figure
 from torch import nn
 from torch.optim import Optimizer
 
+from benchmarks.timing import interleaved
 from fleetx import names
 from fleetx.applications import Bert_large, Resnet50
-from fleetx.bench.timing import interleaved
 from fleetx.optim import Lamb, Lars
 from fleetx.optim.plan import Tuning
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from fleetx.report.curves import OURS, PLAIN
+from fleetx.curves import OURS, PLAIN
 
 Row = dict[str, Any]
 _OTHERS = "#8a8f98"

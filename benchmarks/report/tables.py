@@ -89,7 +89,7 @@ def memory_table(result: Result) -> str:
     ]
     heads = ("model", "way", "batch", "may take", "samples/s", "of plain", "takes, GiB", "on the host, GiB")
     # Rows may be of several runs; each notes when it was taken.
-    return _table(heads, rows, texts=2) + _origin({**result, "command": "fleetx bench memory"})
+    return _table(heads, rows, texts=2) + _origin({**result, "command": "python -m benchmarks memory"})
 
 
 def _plain_beside(row: Result, rows: Sequence[Result]) -> float | None:
@@ -122,7 +122,7 @@ def plan_table(result: Result) -> str:
         "day",
     )
     # It is measured in several goes, each with a command of its own.
-    return _table(heads, rows) + _origin({**result, "command": "fleetx bench plan"})
+    return _table(heads, rows) + _origin({**result, "command": "python -m benchmarks plan"})
 
 
 def _outcome(case: Result) -> tuple[str, ...]:
@@ -148,7 +148,7 @@ def budgets_table(result: Result) -> str:
     }
     if "samples_per_s" not in cases.get(unlimited, {}):
         raise ValueError(
-            f"budgets are compared with {unlimited!r}, which is not measured yet: fleetx bench plan does that."
+            f"budgets are compared with {unlimited!r}, which is not measured yet: python -m benchmarks plan does that."
         )
     rows = [
         (
@@ -162,7 +162,7 @@ def budgets_table(result: Result) -> str:
     heads = ("memory", "micro-batch × k", "takes, GiB", "samples/s", "of the speed with all memory")
     batch = cases[unlimited]["global_batch"]
     what = f"BERT-large, sequences of 512, updates of {batch:,}; the planner chose everything else"
-    return _table(heads, rows) + _origin({**result, "what": what, "command": "fleetx bench plan"})
+    return _table(heads, rows) + _origin({**result, "what": what, "command": "python -m benchmarks plan"})
 
 
 def _bought(case: Result) -> tuple[str, ...]:

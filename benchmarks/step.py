@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.timing import interleaved, ratio
 from fleetx import fleet
 from fleetx.batch_step import Step
-from fleetx.bench.timing import interleaved, ratio
 
 K_STEPS, BATCH, LAYERS = 4, 64, 24
 # The wide network makes a step of about 20 ms; the narrow one has as many layers and parameters' tensors but hardly any

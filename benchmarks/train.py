@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.timing import interleaved, ratio
 from fleetx import fleet, static
 from fleetx.applications import Bert_base, Bert_large, Resnet50
-from fleetx.bench.timing import interleaved, ratio
 
 OURS, BY_HAND = "FleetX, static door", "our module, compiled by hand"
 OURS_PADDED, PADDED_BY_HAND = "FleetX, static door, padding computed", "our module with padding, compiled by hand"

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from fleetx.bench import loading
-from fleetx.bench.loading import FULL_PEER, OURS, PEER, Images, Text, measure, summarise
-from fleetx.bench.plain_loading import PlainImages, PlainText
+from benchmarks import loading
+from benchmarks.loading import FULL_PEER, OURS, PEER, Images, Text, measure, summarise
+from benchmarks.plain_loading import PlainImages, PlainText
 from fleetx.data import load_digital_dataset_from_file, load_imagenet_from_file, make_digital, make_imagenet
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fleetx.bench.planning.unet import UNet
+from benchmarks.planning.unet import UNet
 from fleetx.planner.samples import application
 from fleetx.slicing import Batch
 

@@ -2,13 +2,13 @@ import json
 
 from typer.testing import CliRunner
 
-from fleetx.bench import optim
-from fleetx.cli import app
+from benchmarks import optim
+from benchmarks.__main__ import app
 
 
 def test_the_benchmark_of_steps_writes_json_table_and_picture(tmp_path, monkeypatch):
     monkeypatch.setattr(optim, "TINY_CASES", optim.TINY_CASES[1:])
-    done = CliRunner().invoke(app, ["bench", "optim", "--tiny", "--out", str(tmp_path)])
+    done = CliRunner().invoke(app, ["optim", "--tiny", "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     result = json.loads((tmp_path / "optim-tiny.json").read_text())
     (families,) = result["cases"].values()

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from fleetx.bench.plain_loading import IMAGE_SIZE, PlainImages, PlainText
+from benchmarks.plain_loading import IMAGE_SIZE, PlainImages, PlainText
 from fleetx.data.imagenet import load_imagenet_from_file
 from fleetx.data.make import make_digital, make_imagenet
 from fleetx.data.text import load_digital_dataset_from_file

@@ -1,4 +1,4 @@
-"""`fleetx bench plan --tiny`: predictions beside a simulated device, saved step by step, taken up again."""
+"""`python -m benchmarks plan --tiny`: predictions beside a simulated device, saved step by step, taken up again."""
 
 import json
 import re
@@ -11,20 +11,20 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from fleetx.bench import plan as bench
-from fleetx.bench.planning import grid, measuring, running
-from fleetx.bench.planning.cases import CASES, KIB, TINY_CASES, Case, Trained
-from fleetx.bench.planning.measuring import compared, fastest_rivals, key_of, said_of
-from fleetx.bench.planning.running import Ran, Runner
-from fleetx.bench.planning.simulated import SimulatedDevice
-from fleetx.bench.planning.unet import UNet
-from fleetx.cli import app
+from benchmarks import plan as bench
+from benchmarks.__main__ import app
+from benchmarks.planning import grid, measuring, running
+from benchmarks.planning.cases import CASES, KIB, TINY_CASES, Case, Trained
+from benchmarks.planning.measuring import compared, fastest_rivals, key_of, said_of
+from benchmarks.planning.running import Ran, Runner
+from benchmarks.planning.simulated import SimulatedDevice
+from benchmarks.planning.unet import UNet
+from benchmarks.report.tables import budgets_table, plan_table
 from fleetx.planner import road
 from fleetx.planner.chain import State
 from fleetx.planner.feeding import Feeding
 from fleetx.planner.making import plan_for
 from fleetx.planner.profile import measure
-from fleetx.report.tables import budgets_table, plan_table
 from fleetx.units import format_bytes
 from tests.planner.profiles import transformer
 
@@ -296,7 +296,9 @@ def test_budgets_that_ran_out_of_memory_are_shown_and_missing_ones_told():
         del result["cases"]["bert_large in 16 GiB"][name]
     assert "| 16 GiB | 8 × 2 | ran out of memory |" in budgets_table(result)
     del result["cases"]["bert_large in all memory"]
-    with pytest.raises(ValueError, match="'bert_large in all memory', which is not measured yet: fleetx bench plan"):
+    with pytest.raises(
+        ValueError, match="'bert_large in all memory', which is not measured yet: python -m benchmarks"
+    ):
         budgets_table(result)
 
 
@@ -318,10 +320,10 @@ def test_a_budget_that_is_too_small_is_said_to_be_so(monkeypatch, tmp_path):
 
 def test_the_command_says_what_is_missing(cases, tmp_path):
     if not torch.cuda.is_available():
-        done = CliRunner().invoke(app, ["bench", "plan"])
+        done = CliRunner().invoke(app, ["plan"])
         assert done.exit_code == 2
         assert "--tiny" in done.output
-    done = CliRunner().invoke(app, ["bench", "plan", "--tiny", "--seconds", "0", "--out", str(tmp_path)])
+    done = CliRunner().invoke(app, ["plan", "--tiny", "--seconds", "0", "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert "run the same command again" in done.output
 

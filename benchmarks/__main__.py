@@ -1,0 +1,278 @@
+"""The benchmarks: `python -m benchmarks NAME`, from a checkout."""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+RESULTS = Path("benchmarks/results")
+
+app = typer.Typer(
+    name="python -m benchmarks",
+    help="Measure FleetX against other libraries on this machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command("step")
+def step_command(
+    out: Annotated[Path, typer.Option(help="Where results are saved.")] = RESULTS,
+    processes: Annotated[int, typer.Option(min=1, help="Fresh processes to measure in; the median counts.")] = 7,
+) -> None:
+    """What the step itself costs, against a hand-written loop."""
+    from benchmarks import step
+    from fleetx.results import save_result
+
+    command = [sys.executable, "-m", "benchmarks.step"]
+    runs = [json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout) for _ in range(processes)]
+    figures = step.summarise(runs)
+    path = save_result("step", figures, out)
+    rows = [
+        (name, f"{ms:.2f}", _percent(figures["overhead"].get(name)), _ms(figures["host_overhead_ms"].get(name)))
+        for name, ms in figures["median_ms"].items()
+    ]
+    _show(f"One update: {figures['what']}", ("loop", "ms", "overhead", "host work more, ms"), rows, path)
+
+
+@app.command("reduce")
+def reduce_command(
+    out: Annotated[Path, typer.Option(help="Where results are saved.")] = RESULTS,
+    jobs: Annotated[int, typer.Option(min=1, help="Jobs to measure in; the median counts.")] = 7,
+    workers: Annotated[int, typer.Option(min=2, help="Worker processes of a job.")] = 2,
+) -> None:
+    """Gradient reduction, against DistributedDataParallel."""
+    from benchmarks import reduce
+    from fleetx.launch.run import launch
+    from fleetx.results import save_result
+
+    runs = []
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(jobs):
+            file = Path(folder, "figures.json")
+            if code := launch(["-m", "benchmarks.reduce", str(file)], workers=workers):
+                sys.exit(code)
+            runs.append(json.loads(file.read_text(encoding="utf-8")))
+    figures = reduce.summarise(runs, workers)
+    path = save_result("reduce", figures, out)
+    rows = [
+        (f"{name}, {case}", f"{ms:.2f}", f"{result['speed_against_ddp'].get(name, 1.0):.3f}×")
+        for case, result in figures["cases"].items()
+        for name, ms in result["median_ms"].items()
+    ]
+    _show(f"One update: {figures['what']}", ("loop", "ms", "speed"), rows, path)
+
+
+@app.command("train")
+def train_command(
+    out: Annotated[Path, typer.Option(help="Where results are saved.")] = RESULTS,
+    only: Annotated[str | None, typer.Option(help="Only cases whose name contains this.")] = None,
+) -> None:
+    """Training speed of BERT-large and ResNet-50 on a GPU, against compiled models of other libraries."""
+    import torch
+
+    from benchmarks import train
+    from fleetx.results import save_result, so_far
+
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("python -m benchmarks train needs a GPU, and this machine has none.")
+    path = out / "train.json"
+    cases = so_far(path) or {}
+    for case in train.H200_CASES:
+        if only is None or only in case.name:
+            taken = datetime.now(UTC).isoformat(timespec="seconds")
+            cases[case.name] = {"taken": taken, **train.measure(case)}
+            # Saved after each case, so that an interrupted run keeps what it has.
+            path = save_result("train", {"what": train.WHAT, "cases": cases}, out)
+            train.free()
+    rows = [
+        (f"{name}: {rival}", f"{speed:,.1f}", f"{result['speed_of_ours'].get(rival, 1.0):.3f}×")
+        for name, result in cases.items()
+        for rival, speed in result["samples_per_s"].items()
+    ]
+    _show(train.WHAT, ("model", "samples/s", "ours is"), rows, path)
+
+
+@app.command("loading")
+def loading_command(
+    out: Annotated[Path, typer.Option(help="Where results are saved.")] = RESULTS,
+    processes: Annotated[int, typer.Option(min=1, help="Fresh processes to measure in; the median counts.")] = 5,
+) -> None:
+    """Loading images and text, against plain PyTorch loaders."""
+    from benchmarks import loading
+    from fleetx.results import save_result
+
+    command = [sys.executable, "-m", "benchmarks.loading"]
+    runs = [json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout) for _ in range(processes)]
+    figures = loading.summarise(runs)
+    path = save_result("loading", figures, out)
+    rows = [
+        (f"{case}: {name}", f"{speed:,.0f}", _times(result["speed_of_ours"].get(name)))
+        for case, result in figures["cases"].items()
+        for name, speed in result["samples_per_s"].items()
+    ]
+    _show(figures["what"], ("loader", "samples/s", "ours is"), rows, path)
+
+
+@app.command("optim")
+def optim_command(
+    out: Annotated[Path, typer.Option(help="Where results are saved.")] = RESULTS,
+    tiny: Annotated[bool, typer.Option(help="Small models, for a look at the command on any machine.")] = False,
+    sweep: Annotated[bool, typer.Option(help="Try several block sizes of our kernels instead.")] = False,
+) -> None:
+    """One step of LARS and LAMB, against torch's fused SGD and AdamW."""
+    import torch
+
+    from benchmarks import optim
+    from fleetx.results import save_result
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and not tiny:
+        raise typer.BadParameter("python -m benchmarks optim needs a GPU, and this machine has none: add --tiny.")
+    cases = optim.TINY_CASES if tiny else optim.CASES
+    if sweep:
+        print(json.dumps({case.name: optim.sweep(case, device) for case in cases}, indent=2))
+        return
+    figures = {}
+    for case in cases:
+        print(f"measuring {case.name} …", flush=True)
+        figures[case.name] = optim.measure(case, device)
+    # Under another name: a look at the command must not take the place of a result.
+    name, what = ("optim-tiny", optim.TINY_WHAT) if tiny else ("optim", optim.WHAT)
+    path = save_result(name, {"what": what, "cases": figures}, out)
+    optim.draw(figures, out, name)
+    _show(what, ("step", "ms", "of the peer", "host, ms"), optim.rows(figures), path)
+
+
+@app.command("memory")
+def memory_command(
+    out: Annotated[Path, typer.Option(help="Where results are saved.")] = RESULTS,
+    only: Annotated[
+        str | None, typer.Option(help='Only rows with this in "batch name" (a pattern); others keep their results.')
+    ] = None,
+) -> None:
+    """Batch against speed on a GPU: recompute and offload beside plain training and torch's own ways."""
+    import torch
+
+    from benchmarks import memory
+    from benchmarks.report.batches import draw_batches
+    from fleetx.results import save_result, so_far
+
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("python -m benchmarks memory needs a GPU, and this machine has none.")
+    wanted = _pattern(only)
+    chosen = [(case, row) for case, row in memory.all_rows() if wanted.search(f"{row.batch} {row.name}")]
+    path = out / "memory.json"
+    results = memory.current(so_far(path, "rows") or [])
+    for case, row in chosen:
+        results = memory.merged(results, memory.described(case, row, memory.measure(case, row, "cuda")))
+        came_out = results[-1].get("failed") or f"{_figure(results[-1]['samples_per_s'])} samples/s"
+        print(f"{case.model} {row.batch} {row.name}: {came_out}", flush=True)
+        # Saved after each row, so that an interrupted run keeps what it has.
+        path = save_result("memory", {"what": memory.WHAT, "rows": results}, out)
+    draw_batches(results, out / "memory.png")
+    rows = [
+        (f"{r['model']}: {r['name']}", str(r["batch"]), _figure(r.get("samples_per_s")), _figure(r.get("peak_gib")))
+        for r in results
+    ]
+    _show(memory.WHAT, ("way", "batch", "samples/s", "peak GiB"), rows, path)
+
+
+@app.command("plan")
+def plan_command(
+    out: Annotated[Path, typer.Option(help="Where results are saved, and found again.")] = RESULTS,
+    only: Annotated[
+        str | None, typer.Option(help="Only what this regular expression is found in, such as 'bert_large in 32'.")
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=0, help="Stop after so long; the next run goes on from there.")
+    ] = None,
+    compile: Annotated[bool, typer.Option(help="Compiled segments.")] = False,
+    anew: Annotated[bool, typer.Option("--anew", help="Also what is saved already; to go on, leave it out.")] = False,
+    tiny: Annotated[bool, typer.Option(help="Small models on a simulated device, on any machine.")] = False,
+) -> None:
+    """The planner: predicted against measured memory, and its plans against plans made by hand."""
+    import torch
+
+    from benchmarks import plan
+
+    if not tiny and not torch.cuda.is_available():
+        raise typer.BadParameter("python -m benchmarks plan needs a GPU, and this machine has none: add --tiny.")
+    _pattern(only)
+    try:
+        results, path, complete = plan.measure(out, tiny=tiny, only=only, seconds=seconds, compile=compile, anew=anew)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    heads = ("case", "micro-batch × k", "peak", "predicted", "samples/s", "of the best by hand")
+    _show(plan.TINY_WHAT if tiny else plan.WHAT, heads, plan.rows(results), path)
+    if not complete:
+        print("time is over: run the same command again to go on.")
+
+
+def _pattern(only: str | None) -> re.Pattern[str]:
+    try:
+        return re.compile(only or "")
+    except re.error as error:
+        raise typer.BadParameter(f"--only must be a regular expression, got {only!r}: {error}.") from error
+
+
+def _figure(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.1f}"
+
+
+def _ms(value: float | None) -> str:
+    return "" if value is None else f"{value:+.2f}"
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:+.1%}"
+
+
+def _times(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.3f}×"
+
+
+def _show(title: str, heads: tuple[str, ...], rows: Sequence[tuple[str, ...]], path: Path) -> None:
+    table = Table(*heads, title=title, title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    console.print(table)
+    console.print(f"[dim]saved as[/] {path}")
+
+
+@app.command("report")
+def report_command(
+    page: Annotated[Path, typer.Argument(help="The Markdown page whose tables are made anew.")] = Path("README.md"),
+    results: Annotated[Path, typer.Option(help="Where results were saved.")] = RESULTS,
+) -> None:
+    """Fill the tables of a page from saved results."""
+    from benchmarks.report.tables import fill_in
+
+    for path in (page, results):
+        if not path.exists():
+            raise typer.BadParameter(f"{path} does not exist: run it in a checkout, or name the page and --results.")
+    try:
+        text = page.read_text(encoding="utf-8")
+        filled = fill_in(text, results)
+        page.write_text(filled, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{page}: {error}") from None
+    count = filled.count("<!-- table: ")
+    print(f"{page}: {count} table{'' if count == 1 else 's'} made from {results}")
+
+
+if __name__ == "__main__":
+    app()

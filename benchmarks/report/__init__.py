@@ -1,0 +1,1 @@
+"""Tables and pictures of README and docs, made from saved results."""

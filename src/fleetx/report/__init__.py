@@ -1,1 +1,0 @@
-"""Pictures and tables, drawn from saved results."""
