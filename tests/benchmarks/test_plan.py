@@ -296,9 +296,7 @@ def test_budgets_that_ran_out_of_memory_are_shown_and_missing_ones_told():
         del result["cases"]["bert_large in 16 GiB"][name]
     assert "| 16 GiB | 8 × 2 | ran out of memory |" in budgets_table(result)
     del result["cases"]["bert_large in all memory"]
-    with pytest.raises(
-        ValueError, match="'bert_large in all memory', which is not measured yet: python -m benchmarks"
-    ):
+    with pytest.raises(ValueError, match="'bert_large in all memory', which is not measured yet: python -m benchmarks"):
         budgets_table(result)
 
 
