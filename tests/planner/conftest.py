@@ -1,6 +1,8 @@
 import pytest
 
 from fleetx.memory import offload
+from fleetx.planner import clock
+from tests.planner.work_clock import WorkClock
 
 
 @pytest.fixture(autouse=True)
@@ -13,3 +15,11 @@ def _own_cache(tmp_path, monkeypatch):
 def _move_small_tensors(monkeypatch):
     """The tests' models are tiny: everything is worth moving."""
     monkeypatch.setattr(offload, "SMALLEST", 1)
+
+
+@pytest.fixture(autouse=True)
+def _time_by_work(monkeypatch):
+    """Plans must not depend on how busy the machine is."""
+    with WorkClock() as work:
+        monkeypatch.setattr(clock, "time", work.as_time())
+        yield

@@ -1,6 +1,5 @@
 """What a real update took: bytes at the peak, and seconds."""
 
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
@@ -8,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fleetx.planner.clock import host_seconds
 from fleetx.planner.meter import CountingMeter
 
 
@@ -36,7 +36,7 @@ class Consumption:
             torch.cuda.reset_peak_memory_stats(self.device)
         if self._meter is not None:
             self._meter.take_peak()  # of what was given up
-        self._began = time.perf_counter()
+        self._began = host_seconds()
 
     @contextmanager
     def counting(self, resident: Iterable[Tensor]) -> Iterator[None]:
@@ -54,7 +54,7 @@ class Consumption:
         """Since the beginning; None if nobody counted."""
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
-            return Taken(torch.cuda.max_memory_reserved(self.device), time.perf_counter() - self._began)
+            return Taken(torch.cuda.max_memory_reserved(self.device), host_seconds() - self._began)
         return None if self._meter is None else Taken(self._resident + self._meter.take_peak(), None)
 
 

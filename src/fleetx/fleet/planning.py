@@ -4,7 +4,6 @@ All workers have the same plan: budgets are the least of all, peaks the largest,
 """
 
 import json
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -21,6 +20,7 @@ from fleetx.memory import Applied, applied_to
 from fleetx.notices import tell_once
 from fleetx.planner.allocator import with_batch_there, with_others
 from fleetx.planner.budget import budget_on, free_on
+from fleetx.planner.clock import host_seconds
 from fleetx.planner.costs import Profile
 from fleetx.planner.feeding import Feeding
 from fleetx.planner.fitting import DoesNotFit, Words
@@ -113,7 +113,7 @@ class Planning:
         """
         if self.plan is not None:
             return
-        began = time.perf_counter()
+        began = host_seconds()
         configs, device = self.strategy.recompute_configs, feeding.device
         self._compile_options = compile_options
         budget, notes = budget_on(device, configs.memory_budget)
@@ -144,7 +144,7 @@ class Planning:
         self._profile = found.profile
         self._question["prefer"] = found.prefer
         self._consumption = Consumption(device)
-        self._put_on(replace(found.plan, planning_seconds=time.perf_counter() - began))
+        self._put_on(replace(found.plan, planning_seconds=host_seconds() - began))
 
     def _with_everything(self, profile: Profile, batch: Batch, device: torch.device) -> Profile:
         """The profile with what only this job has: masters, compressed gradients, a whole batch, tensors of others."""

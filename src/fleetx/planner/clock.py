@@ -1,4 +1,4 @@
-"""Moments of a device: when it had done what it was asked for until then. Nobody waits for them while it works."""
+"""Read the time: of the host, and of a device that works while the host is ahead. Tests replace it with their own."""
 
 import time
 from typing import Any
@@ -6,21 +6,26 @@ from typing import Any
 import torch
 
 
+def host_seconds() -> float:
+    """Return the host's time. All of the planner's decisions depend on this clock and on the device's events."""
+    return time.perf_counter()
+
+
 def moment(device: torch.device) -> Any:
-    """This one; on a GPU it may lie in the future."""
+    """Mark this point in the device's work; on a GPU it may lie in the future."""
     if device.type != "cuda":
-        return time.perf_counter()
+        return host_seconds()
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 
 
 def seconds_between(first: Any, second: Any) -> float:
-    """Between two moments that are over."""
+    """Return the time between two moments that are over."""
     return second - first if isinstance(first, float) else first.elapsed_time(second) / 1e3
 
 
 def wait_for(device: torch.device) -> None:
-    """Until it has done all that was started."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,12 +1,12 @@
 """What each segment takes in each state: bytes on the device and to the host, counted at two micro-batches or four."""
 
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from fleetx.planner.chain import State
+from fleetx.planner.clock import host_seconds
 from fleetx.planner.costs import OptionCost, SegmentCost
 from fleetx.planner.lines import NOTHING, Line
 from fleetx.planner.observing import Bytes, bytes_of
@@ -68,10 +68,10 @@ class Counting:
         """Whether a forward takes no longer than measuring should, on all workers; a GPU is quick."""
         if self.trials.on_gpu:
             return True
-        batch, began = self.trials.batch(size), time.perf_counter()
+        batch, began = self.trials.batch(size), host_seconds()
         with torch.enable_grad():
             self.trials.feeding.loss(batch)
-        return self.trials.everywhere(time.perf_counter() - began < _LONG)
+        return self.trials.everywhere(host_seconds() - began < _LONG)
 
     def segments(
         self, states: Sequence[State], sizes: Sequence[int], say: Callable[[str], None]

@@ -2,14 +2,13 @@
 
 import itertools
 import statistics
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
-from fleetx.planner.clock import moment, seconds_between, wait_for
+from fleetx.planner.clock import host_seconds, moment, seconds_between, wait_for
 from fleetx.planner.feeding import Feeding, placed, resized
 from fleetx.planner.meter import Meter, meter_for
 from fleetx.planner.observing import Step, Watch
@@ -172,7 +171,7 @@ def _is_short(plan: Plan) -> bool:
 
 def _timed(watch: Watch, batch: Batch, meter: Meter | None = None) -> tuple[float, Step]:
     wait_for(watch.feeding.device)
-    began = time.perf_counter()
+    began = host_seconds()
     step = watch.step(batch, meter)
     wait_for(watch.feeding.device)
-    return time.perf_counter() - began, step
+    return host_seconds() - began, step

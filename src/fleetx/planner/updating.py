@@ -1,7 +1,6 @@
 """What the weights, their gradients and their optimizer take: bytes by kind, and the time of an update."""
 
 import inspect
-import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fleetx.planner.clock import host_seconds, wait_for
 from fleetx.planner.meter import CountingMeter
 
 _ONLY_VALUES = ("lr", "initial_lr", "weight_decay")  # that cost the same whatever they are
@@ -114,11 +114,11 @@ class _Trial:
         with self._own_random_numbers():
             trial = self._kind([scratch], **self._settings)
             for _ in range(4):
-                _wait(self._device)
-                began = time.perf_counter()
+                wait_for(self._device)
+                began = host_seconds()
                 trial.step()
-                _wait(self._device)
-                took.append(time.perf_counter() - began)
+                wait_for(self._device)
+                took.append(host_seconds() - began)
         return _held(trial) / scratch.numel(), min(took) / scratch.numel()
 
     def working_bytes(self, elements: int, largest: int) -> int:
@@ -157,8 +157,3 @@ def _held(optimizer: Optimizer) -> int:
 
 def _size(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
