@@ -3,14 +3,18 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 SHELL := /bin/sh
+# Two processes of pytest; tests that share a job run in the same one.
+TWO := -n 2 --dist loadgroup
 .DELETE_ON_ERROR:
 
-.PHONY: help run test test-full chaos lint format bench clean
+.PHONY: help run test test-middle test-shard test-full test-load chaos lint format bench clean
 
 help:
 	@echo "make run        train a residual network on handwritten digits, two workers, global batch 512"
-	@echo "make test       lint, types and the fast tests"
-	@echo "make test-full  everything, GPU tests where there is a GPU"
+	@echo "make test       lint, types and the fast tests (up to 3 minutes)"
+	@echo "make test-middle, test-shard   what CI runs after it: whole jobs and breadth; a part of the slow tests"
+	@echo "make test-full  everything, GPU tests where there is a GPU; goes on where it was interrupted"
+	@echo "make test-load  the fast and the middle tests again and again on a busy machine"
 	@echo "make chaos      disturb jobs in every way we know (about two hours, goes on where it was interrupted)"
 	@echo "make bench      measure the step and the gradient reduction; writes benchmarks/results/"
 	@echo "make format     put the code into its house style"
@@ -20,11 +24,20 @@ run: $(VENV)/.ready
 	$(BIN)/fleetx train
 
 test: lint
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest $(TWO)
+
+test-middle: $(VENV)/.ready
+	$(BIN)/pytest $(TWO) -m "middle and not full and not gpu"
+
+# One part of twelve, another one for each commit.
+test-shard: $(VENV)/.ready
+	$(BIN)/pytest $(TWO) -m "full and not gpu" --shard "$$(git rev-parse HEAD)"
 
 test-full: lint
-	$(BIN)/pytest -n 2 -m "not gpu"
-	$(BIN)/pytest -m gpu
+	$(BIN)/python -m tests.runs full
+
+test-load: $(VENV)/.ready
+	$(BIN)/python -m tests.runs load
 
 chaos: $(VENV)/.ready
 	$(BIN)/python -m tests.chaos
@@ -43,7 +56,7 @@ format: $(VENV)/.ready
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) runs log dist build .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) runs log dist build .pytest_cache .ruff_cache .hypothesis .test-runs
 
 # The stamp is written last, so an interrupted install is done again.
 $(VENV)/.ready: pyproject.toml requirements/run.txt requirements/dev.txt

@@ -5,6 +5,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests st
 import pytest
 import torch
 
+pytest_plugins = ["tests.selection"]
+
 torch.set_num_threads(1)
 
 

@@ -18,6 +18,7 @@ from tests.jobs.starting import ROOT, start
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize("workers", [1, 2])
 def test_the_example_trains(workers):
     done = start(ROOT / "examples" / "train.py", workers=workers, launcher="fleetrun" if workers > 1 else None)
@@ -64,7 +65,15 @@ def run_page(name, monkeypatch, folder, prints=True, **names):
 
 
 @pytest.mark.parametrize(
-    "page", ["applications.md", "data.md", "memory.md", "optimizers.md", "planner.md", "static.md"]
+    "page",
+    [
+        "memory.md",
+        "optimizers.md",
+        *(
+            pytest.param(page, marks=pytest.mark.middle)
+            for page in ("applications.md", "data.md", "planner.md", "static.md")
+        ),
+    ],
 )
 def test_the_pages_blocks_run_and_print_what_they_say(page, tmp_path, monkeypatch, caplog):
     run_page(page, monkeypatch, tmp_path)

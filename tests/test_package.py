@@ -35,12 +35,14 @@ def test_public_names_are_few_and_all_there():
     assert all(hasattr(fleetx, name) for name in fleetx.__all__)
 
 
+@pytest.mark.middle
 def test_the_import_brings_no_console_or_plotting():
     heavy = "('rich', 'typer', 'matplotlib', 'safetensors')"
     done = python("-c", f"import fleetx, sys; print([m for m in {heavy} if m in sys.modules])")
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.middle
 def test_the_planner_is_there_but_not_imported_before_it_is_asked_for():
     done = python("-c", "import fleetx, sys; print([m for m in sys.modules if m.startswith('fleetx.planner')])")
     assert done.stdout.strip() == "[]"
@@ -62,6 +64,7 @@ print((time.process_time() - between) / (between - begun))
 """
 
 
+@pytest.mark.middle
 def test_the_import_costs_little_more_than_torch():
     """Both in one process, in its own time: other processes slow both down alike.
 
@@ -93,6 +96,7 @@ def run_installed(bin_folder, tmp_path):
     assert (folder / "weights.safetensors").exists()
 
 
+@pytest.mark.middle
 def test_the_wheel_runs_in_an_environment_without_the_checkout(tmp_path):
     """Dependencies are borrowed from this environment; FleetX itself comes from the wheel alone."""
     wheel = build_wheel(tmp_path)

@@ -144,6 +144,7 @@ def test_micro_batches_with_unequal_counts_equal_the_big_batch():
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12, msg=name)
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize("amp", [{"dtype": "bfloat16"}, {"use_pure_bf16": True}], ids=["autocast", "pure"])
 def test_a_small_one_learns_in_low_precision_with_dropout(amp):
     torch.manual_seed(0)
@@ -181,6 +182,7 @@ def test_dropout_is_on_in_training_only():
 
 
 # torch's own tracing of an autograd function makes one, and warns of it.
+@pytest.mark.middle
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_the_whole_step_compiles_without_a_break():
     model, inputs = plain.tiny(loss_chunk=20), plain.batch()

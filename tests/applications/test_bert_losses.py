@@ -102,6 +102,7 @@ def peak_of(function):
     return bytes_alive.peak
 
 
+@pytest.mark.middle
 def test_the_logits_never_dominate_memory():
     """Twice the positions add twice the hidden states, not twice the logits; the plain formula adds those."""
     width, words, chunk = 8, 4000, 32

@@ -49,6 +49,7 @@ def test_eager_code_has_torchs_own():
         ours.eval(), theirs.eval()
 
 
+@pytest.mark.middle
 @pytest.mark.filterwarnings("ignore:::torch")
 def test_compiled_code_repeats_with_the_generator_and_has_the_same_zeros_in_the_gradient():
     layer = CheapDropout(0.3)

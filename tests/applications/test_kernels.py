@@ -9,6 +9,7 @@ from tests.interpreting import assert_passes_interpreted, needs_triton
 HERE = Path(__file__).parent
 
 
+@pytest.mark.middle
 @needs_triton
 def test_the_kernels_of_bert_pass_their_tests_in_tritons_interpreter():
     names = "cheap_dropout", "residual_norm", "bias_gradients", "bert_kernels"

@@ -11,6 +11,7 @@ from fleetx.applications import packed_attention as ours
 from fleetx.applications.bert_unpad import pack
 
 
+@pytest.mark.middle
 def test_importing_it_imports_neither_triton_nor_the_compiler():
     program = (
         "import sys, fleetx.applications.packed_attention; "

@@ -36,6 +36,7 @@ def test_the_plain_loader_gives_text_of_the_same_kind(tmp_path):
         assert (batch["input_ids"] == 3).sum().item() / masked == pytest.approx(0.8, abs=0.05)
 
 
+@pytest.mark.middle
 def test_every_rival_is_measured_in_every_round():
     cases = (
         Images("images", 64, files=8, rounds=2, batches=1, batch=4),

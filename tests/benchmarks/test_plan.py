@@ -66,6 +66,7 @@ def test_what_is_planned_is_run_and_saved(cases, tmp_path):
     assert [row[0] for row in bench.rows(results)] == list(results)
 
 
+@pytest.mark.middle
 def test_every_measurement_is_said_in_a_line_as_soon_as_it_is_there(tmp_path, monkeypatch, capsys):
     budgets = (800 * KIB, 100 * KIB)
     monkeypatch.setattr(bench, "TINY_CASES", [Case("stack", stack, 16, budgets)])
@@ -102,6 +103,7 @@ def test_of_memory_that_ran_out_the_first_sentence_is_said():
     )
 
 
+@pytest.mark.middle
 def test_a_case_is_measured_once_for_all_its_budgets(tmp_path, monkeypatch):
     measured, measure = [], road.measure
     monkeypatch.setattr(road, "measure", lambda *a, **k: measured.append(a[2]) or measure(*a, **k))
@@ -150,6 +152,7 @@ def ran_until(monkeypatch, folder, most, fails=lambda number: False):
     return results["stack in 800 KiB"], count, complete
 
 
+@pytest.mark.middle
 def test_wherever_it_was_interrupted_nothing_runs_twice(one_case, tmp_path, monkeypatch):
     whole, count, complete = ran_until(monkeypatch, tmp_path / "whole", 1000)
     assert complete
@@ -165,6 +168,7 @@ def test_wherever_it_was_interrupted_nothing_runs_twice(one_case, tmp_path, monk
         assert (rest, len(result["runs"])) == (count - first, len(whole["runs"]))
 
 
+@pytest.mark.middle
 def test_what_is_saved_is_measured_anew_if_that_is_asked_for(tmp_path, monkeypatch):
     cases = [Case("stack", stack, 16, (800 * KIB,)), Case("other", stack, 16, (800 * KIB,))]
     monkeypatch.setattr(bench, "TINY_CASES", cases)
@@ -177,6 +181,7 @@ def test_what_is_saved_is_measured_anew_if_that_is_asked_for(tmp_path, monkeypat
     assert after["stack in 800 KiB"]["samples_per_s"] > before["other in 800 KiB"]["samples_per_s"]
 
 
+@pytest.mark.middle
 def test_rivals_of_a_former_version_that_are_not_tried_any_more_are_left_alone(one_case, tmp_path, monkeypatch):
     ran_until(monkeypatch, tmp_path, 3)
     path = next(tmp_path.glob("*.json"))
@@ -190,6 +195,7 @@ def test_rivals_of_a_former_version_that_are_not_tried_any_more_are_left_alone(o
     assert "again" not in result["runs"]["gone, 4"]
 
 
+@pytest.mark.middle
 def test_a_chosen_plan_that_fails_at_once_is_said_to_have_failed(one_case, tmp_path, monkeypatch):
     result, count, complete = ran_until(monkeypatch, tmp_path, 1000, fails=lambda number: number == 1)
     assert complete
@@ -208,6 +214,7 @@ def test_a_rival_that_fails_in_its_finals_is_no_alternative():
     assert compared({"runs": runs, "predicted_peak": 90, "first_predicted_peak": 90})["of_best_rival"] == 1.0
 
 
+@pytest.mark.middle
 def test_the_speed_with_all_memory_is_that_of_the_same_run(tmp_path, monkeypatch):
     """Machines differ by more than the bars leave."""
     cases = [
@@ -229,6 +236,7 @@ def test_the_speed_with_all_memory_is_that_of_the_same_run(tmp_path, monkeypatch
     assert "of_all_memory" not in results["stack in all memory"] | results["other in 800 KiB"]
 
 
+@pytest.mark.middle
 def test_a_reference_that_runs_out_of_memory_does_not_run_again(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "TINY_CASES", [Case("stack", stack, 16, (None, 800 * KIB), beside="stack")])
     monkeypatch.setattr(measuring, "budget_on", lambda _, budget: (budget or 2**26, ()))
@@ -308,6 +316,7 @@ def test_cases_are_chosen_by_name_and_those_without_their_library_are_left_out(c
         bench.chosen(cases, "vgg")
 
 
+@pytest.mark.middle
 def test_a_budget_that_is_too_small_is_said_to_be_so(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "TINY_CASES", [Case("stack", stack, 16, (100 * KIB,))])
     results, _, complete = bench.measure(tmp_path, tiny=True)
@@ -316,6 +325,7 @@ def test_a_budget_that_is_too_small_is_said_to_be_so(monkeypatch, tmp_path):
     assert bench.rows(results)[0][1] == "does not fit"
 
 
+@pytest.mark.middle
 def test_the_command_says_what_is_missing(cases, tmp_path):
     if not torch.cuda.is_available():
         done = CliRunner().invoke(app, ["plan"])
@@ -400,6 +410,7 @@ def test_every_case_has_three_budgets_and_the_small_ones_run():
     assert State("inputs") in grid._every(4, 2, State("inputs"))
 
 
+@pytest.mark.middle
 def test_shorter_slices_are_run_in_proportion(monkeypatch):
     """Else 7 slices of 3 samples would pass for 21 samples where the batch has 16."""
     model, sizes = nn.Linear(2, 2), []

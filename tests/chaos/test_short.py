@@ -27,6 +27,7 @@ def test_a_run_with_faults_ends_as_if_undisturbed(tmp_path):
     first(scenarios.long_run(tmp_path, random.Random(2), faults=4, workers=2), 4)
 
 
+@pytest.mark.middle
 def test_a_machine_that_goes_is_named(tmp_path):
     if reason := hosts.why_not():
         pytest.skip(reason)

@@ -172,6 +172,7 @@ def test_an_error_beside_training_is_raised_by_the_next_save_and_only_once(tmp_p
     assert parts.saved(4).name == "save-000002-step-4"
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize("last", ["", "del checkpoints; gc.collect(); time.sleep(1); gc.collect()\n"])
 def test_an_error_that_nobody_asks_for_is_told_at_the_end(tmp_path, last):
     script = (
@@ -186,6 +187,7 @@ def test_an_error_that_nobody_asks_for_is_told_at_the_end(tmp_path, last):
     assert "No space left on device" in done.stderr
 
 
+@pytest.mark.middle
 def test_a_save_is_finished_before_the_program_ends(tmp_path):
     script = (
         "import torch, fleetx as X\n"
@@ -195,6 +197,7 @@ def test_a_save_is_finished_before_the_program_ends(tmp_path):
     assert [one.problem for one in survey(tmp_path)] == [None]
 
 
+@pytest.mark.middle
 def test_a_program_that_fails_finishes_its_save(tmp_path):
     script = (
         "import torch, fleetx as X\n"
@@ -308,6 +311,7 @@ def test_a_file_system_that_cannot_sync_folders_is_used(tmp_path, monkeypatch):
     assert [one.problem for one in survey(tmp_path)] == [None]
 
 
+@pytest.mark.middle
 def test_one_process_at_a_time_saves_to_a_folder(tmp_path, monkeypatch):
     script = (
         "import sys, torch, fleetx as X\n"

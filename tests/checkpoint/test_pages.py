@@ -1,8 +1,11 @@
+import pytest
+
 from fleetx.checkpoint.__main__ import main
 from tests.checkpoint.making import Parts
 from tests.test_docs import run_page
 
 
+@pytest.mark.middle
 def test_the_blocks_of_the_page_run_and_print_what_they_say(tmp_path, monkeypatch):
     run_page("checkpoints.md", monkeypatch, tmp_path)
 

@@ -184,6 +184,7 @@ class Suicidal(Noise):
         return super().sample(index, epoch)
 
 
+@pytest.mark.middle
 def test_a_killed_process_raises():
     loader = Loader(Suicidal(), ShardedBatches(23, 4, shuffle=False), num_workers=2)
     began = time.monotonic()
@@ -200,12 +201,14 @@ class Stuck(Noise):
         time.sleep(60)
 
 
+@pytest.mark.middle
 def test_a_stuck_process_raises():
     loader = Loader(Stuck(), ShardedBatches(23, 4), num_workers=1, timeout=1)
     with pytest.raises(RuntimeError, match=r"a loading process was lost.*raise timeout \(now 1 s\)"):
         list(loader)
 
 
+@pytest.mark.middle
 def test_a_script_that_ends_midway_does_not_hang():
     script = (
         "from fleetx.data import Loader, ShardedBatches\n"
@@ -261,6 +264,7 @@ def test_what_is_no_state_is_refused(state, message):
         build().load_state_dict(state)
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize(("options", "name"), [({"num_workers": 1.5}, "num_workers"), ({"timeout": "9"}, "timeout")])
 def test_options_of_a_wrong_type_are_refused(options, name):
     with pytest.raises(TypeError, match=rf"{name} must be a .*number"):

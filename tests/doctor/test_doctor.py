@@ -26,6 +26,7 @@ def no_job(monkeypatch):
     monkeypatch.setattr(trials, "two_workers", lambda: Check("two workers over gloo", True))
 
 
+@pytest.mark.middle
 def test_a_healthy_machine_is_said_to_be_so():
     done = runner.invoke(app, ["doctor", "--json"])
     assert done.exit_code == 0, done.output
@@ -153,12 +154,14 @@ def test_a_step_that_does_not_learn_or_cannot_run_fails(monkeypatch):
     assert not check.passed
 
 
+@pytest.mark.middle
 def test_a_diagnosis_leaves_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert trials.two_workers().passed
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.middle
 def test_workers_that_cannot_find_each_other_fail(monkeypatch):
     monkeypatch.setattr(trials.Path, "with_name", lambda self, name: ROOT / "tests" / "no_such_script.py")
     check = trials.two_workers()

@@ -88,6 +88,7 @@ def test_recompute_changes_no_bit(door, offload, settings):
     assert torch.equal(ours[2], plain[2])
 
 
+@pytest.mark.middle
 @pytest.mark.filterwarnings("ignore")  # torch's own, when it compiles
 def test_compiled_segments_give_the_same_with_and_without_recompute():
     plain = trained(merging(compile=True), dtype=torch.float64)

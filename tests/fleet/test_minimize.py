@@ -527,6 +527,7 @@ def test_groups_for_lars_come_at_the_start():
         optimizer.add_param_group({"params": net.first.parameters()})
 
 
+@pytest.mark.middle
 def test_an_open_window_at_the_end_is_mentioned(tmp_path):
     from tests.jobs.starting import start
 

@@ -84,6 +84,7 @@ def test_what_is_on_already_is_not_advised():
     assert "try amp" not in advice
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize("oom_retry", [False, True])
 @pytest.mark.parametrize("global_batch", [None, 16])
 def test_where_the_planner_cuts_its_own_settings_are_advised(oom_retry, global_batch):

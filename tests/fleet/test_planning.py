@@ -125,6 +125,7 @@ def test_the_notes_of_a_plan_are_told_once_and_in_the_words_of_a_strategy(caplog
     assert said.endswith("without gradient_merge it is whole.")
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize(("factor", "is_kept"), [(1.0, True), (1.6, False), (0.5, False)])
 def test_a_time_far_off_is_noted_and_its_profile_is_forgotten(factor, is_kept, monkeypatch, tmp_path, caplog):
     _told.clear()
@@ -347,6 +348,7 @@ def test_what_was_given_up_is_not_counted_with_what_came_after():
         assert consumption.taken().peak == 40
 
 
+@pytest.mark.middle
 def test_memory_that_runs_out_again_and_again_ends_the_run_with_the_reason():
     model, optimizer = prepared(strategy({"oom_retry": True}))
     step = X.Step(model, optimizer, nn.functional.mse_loss)

@@ -15,6 +15,7 @@ JOB = ROOT / "tests" / "jobs" / "checkpoint_worker.py"
 SCENARIOS = ROOT / "tests" / "jobs" / "checkpoint_scenarios.py"
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize("case", checkpoint_worker.CASES.values(), ids=list(checkpoint_worker.CASES))
 def test_one_worker_resumes_bit_for_bit(tmp_path, case):
     whole = checkpoint_worker.play("through", tmp_path, case)
@@ -48,6 +49,7 @@ def scenarios(tmp_path_factory):
     return run()
 
 
+@pytest.mark.middle
 def test_another_number_of_workers_goes_on_with_nothing_lost_or_doubled(scenarios):
     parts, whole = scenarios["changing_workers"]["parts"], scenarios["changing_workers"]["whole"]
     assert [len(part) for part in parts] == [2, 1, 2, 3]
@@ -69,6 +71,7 @@ def test_another_number_of_workers_goes_on_with_nothing_lost_or_doubled(scenario
         assert answer["weights"] == pytest.approx(whole["weights"], rel=0, abs=1e-14)
 
 
+@pytest.mark.middle
 def test_buffers_are_those_of_the_windows_start_where_a_window_is_taken_again(scenarios):
     """The first worker counts the samples it sees: none is counted twice."""
     first, second = scenarios["changing_workers"]["parts"][:2]
@@ -77,6 +80,7 @@ def test_buffers_are_those_of_the_windows_start_where_a_window_is_taken_again(sc
     assert sum(second[0]["seen"]) == own + 5 * GLOBAL_BATCH
 
 
+@pytest.mark.middle
 def test_a_worker_without_room_fails_the_save_on_all_and_nothing_is_lost(scenarios):
     first, second = scenarios["one_without_room"]
     assert len(first["messages"]) == len(second["messages"]) == 2
@@ -86,6 +90,7 @@ def test_a_worker_without_room_fails_the_save_on_all_and_nothing_is_lost(scenari
     assert first["latest"] == second["latest"] == "save-000002-step-3"
 
 
+@pytest.mark.middle
 def test_a_worker_whose_state_cannot_be_saved_keeps_nobody_waiting(scenarios):
     first, second = scenarios["one_with_a_strange_value"]
     assert all(message.startswith("CheckpointError: worker 1: ") and "'extra/a'" in message for message in first)
@@ -93,22 +98,26 @@ def test_a_worker_whose_state_cannot_be_saved_keeps_nobody_waiting(scenarios):
     assert len(first) == len(second) == 2
 
 
+@pytest.mark.middle
 def test_workers_must_save_the_same_step(scenarios):
     assert scenarios["steps_that_differ"] == ["all workers must save the same step, and they save 1, 2."] * 2
 
 
+@pytest.mark.middle
 def test_a_save_on_the_first_worker_alone_ends_with_a_remedy(scenarios):
     message, _ = scenarios["only_the_first"]
     assert "heard nothing of the others within 1 s" in message
     assert "on every worker, not on the first alone" in message
 
 
+@pytest.mark.middle
 def test_workers_without_a_common_file_system_are_told_so(scenarios):
     for saving, resuming in scenarios["folders_of_their_own"]:
         assert "all workers must see one and the same folder" in saving
         assert "not all workers share the file system" in resuming
 
 
+@pytest.mark.middle
 def test_all_workers_take_the_same_checkpoint_where_one_of_them_finds_damage(scenarios):
     for answer in scenarios["damaged_for_one"]:
         assert answer["step"] == 4
@@ -116,11 +125,13 @@ def test_all_workers_take_the_same_checkpoint_where_one_of_them_finds_damage(sce
         assert answer["reasons"][0].startswith("rank-00001.safetensors does not hold what was written")
 
 
+@pytest.mark.middle
 def test_damage_is_found_in_files_that_nobody_needs_any_more(scenarios):
     """Four workers saved, two resume, and the file of each of the four is damaged in turn."""
     assert scenarios["damaged_for_nobody"] == {str(number): [4, 4] for number in range(4)}
 
 
+@pytest.mark.middle
 def test_a_job_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(scenarios):
     result = scenarios["interrupted_until_done"]
     assert result["saved by then"] == sorted(result["saved by then"])
@@ -128,6 +139,7 @@ def test_a_job_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(sc
     assert result["disturbed"] == result["undisturbed"]
 
 
+@pytest.mark.middle
 def test_a_worker_that_fails_while_its_save_waits_for_others_ends_with_its_own_error(tmp_path):
     script = tmp_path / "lonely.py"
     script.write_text(LONELY, encoding="utf-8")
@@ -146,6 +158,9 @@ import torch
 import torch.distributed as dist
 import fleetx as X
 from fleetx import fleet
+
+# In one process of the runner, which starts each job once.
+pytestmark = pytest.mark.xdist_group("checkpoints")
 
 fleet.init()
 checkpoints = X.Checkpoints(sys.argv[1], model=torch.nn.Linear(2, 2))
@@ -172,6 +187,7 @@ def kill(folder, workers, count, seed):
     return found
 
 
+@pytest.mark.middle
 def test_kills_during_saves_lose_nothing_and_mix_nothing(tmp_path):
     assert kill(tmp_path, workers=2, count=10, seed=1)["during a save"] >= 3
 

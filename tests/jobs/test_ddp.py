@@ -5,6 +5,9 @@ import torch
 
 from tests.jobs.starting import ROOT, start
 
+# In one process of the runner, which starts the job once.
+pytestmark = [pytest.mark.middle, pytest.mark.xdist_group("ddp")]
+
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.full)])
 def job(request, tmp_path_factory):

@@ -8,6 +8,9 @@ import torch
 from tests import plain
 from tests.jobs.starting import ROOT, start
 
+# In one process of the runner, which starts each job once.
+pytestmark = pytest.mark.xdist_group("exactness")
+
 SCRIPT = ROOT / "tests" / "jobs" / "exactness_worker.py"
 LAUNCHERS = {1: None, 2: "fleetrun", 4: "torchrun"}
 TOLERANCE = 1e-12
@@ -58,6 +61,7 @@ def test_workers_hold_bit_equal_weights(several):
             assert all(torch.equal(state[key], several[0]["cases"][name][0][key]) for key in state), name
 
 
+@pytest.mark.middle
 def test_two_losses_with_counts_of_their_own_equal_the_big_batch(job):
     reference, losses = plain.train_tagger(workers=len(job))
     for results in job:

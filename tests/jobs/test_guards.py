@@ -5,6 +5,9 @@ import pytest
 
 from tests.jobs.starting import ROOT, start
 
+# In one process of the runner, which starts the job once.
+pytestmark = [pytest.mark.middle, pytest.mark.xdist_group("guards")]
+
 SCRIPT = ROOT / "tests" / "jobs" / "guards_worker.py"
 
 

@@ -101,6 +101,7 @@ def check_learned(losses):
     assert mean(losses[-5:]) < 0.6 * math.log(CLASSES)
 
 
+@pytest.mark.middle
 @tiers
 def test_bert(tmp_path, compiled):
     vocab, length, batch, steps = 24, 16, 8, 240
@@ -147,6 +148,7 @@ def test_resnet_lars(tmp_path, compiled):
         check_learned([float(cost) for _, cost in lines])
 
 
+@pytest.mark.middle
 @tiers
 def test_train_fleet_gradient_merge(tmp_path, compiled):
     epochs, batches = 2, 31

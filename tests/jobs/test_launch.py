@@ -61,6 +61,7 @@ def script(tmp_path):
     return write
 
 
+@pytest.mark.middle
 def test_workers_know_each_other_and_their_arguments(script, tmp_path):
     path = script(REPORTS)
     done = start(path, tmp_path, "--lr", "0.1", workers=2)
@@ -80,6 +81,7 @@ def test_workers_know_each_other_and_their_arguments(script, tmp_path):
     assert done.stdout.count("Distributed Envs") == 1
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize("launcher", ["torchrun", None])
 def test_scripts_run_under_torchrun_and_alone(script, tmp_path, launcher):
     workers = 2 if launcher else 1
@@ -111,6 +113,7 @@ else:
 """
 
 
+@pytest.mark.middle
 def test_a_worker_that_leaves_while_others_are_at_work_is_the_cause(script):
     done = start(script(LEAVES), workers=2, check=False)
     assert done.returncode == 1
@@ -119,6 +122,7 @@ def test_a_worker_that_leaves_while_others_are_at_work_is_the_cause(script):
     assert lines[-1].startswith("fleetrun: worker 1 left with exit code 0 while others were still at work (host ")
 
 
+@pytest.mark.middle
 def test_a_signal_is_named(script):
     done = start(script(DIES), workers=2, check=False)
     assert done.returncode == 128 + signal.SIGKILL
@@ -188,6 +192,7 @@ def test_ctrl_c_ends_the_workers(script, tmp_path):
     assert job.survivors() == []
 
 
+@pytest.mark.middle
 def test_a_second_signal_ends_workers_that_will_not_go_with_all_they_have_started(script, tmp_path):
     job = Running(script(STUBBORN), tmp_path)
     job.wait_for_workers()
@@ -202,6 +207,7 @@ def test_a_second_signal_ends_workers_that_will_not_go_with_all_they_have_starte
     assert job.survivors() == []
 
 
+@pytest.mark.middle
 def test_a_signal_before_there_are_workers_is_not_lost(script, tmp_path):
     job = Running(script(POLITE), tmp_path)
     deadline = time.monotonic() + 60
@@ -215,6 +221,7 @@ def test_a_signal_before_there_are_workers_is_not_lost(script, tmp_path):
     assert not any(file.exists() for file in job.files)
 
 
+@pytest.mark.middle
 def test_nothing_outlives_a_launcher_that_is_killed(script, tmp_path):
     job = Running(script(STUBBORN), tmp_path)
     job.wait_for_workers()
@@ -246,6 +253,7 @@ sys.exit(7)
 """
 
 
+@pytest.mark.middle
 def test_restarts_keep_all_logs_and_end_with_the_last_cause(script, tmp_path):
     options = ["--max_restart", "1", "--log_dir", tmp_path / "log"]
     done = start(
@@ -282,6 +290,7 @@ def a_function_keeps_the_module_alive(): pass
 """
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize(
     "options",
     [[], pytest.param(["--fresh_workers"], marks=pytest.mark.full)],
@@ -293,6 +302,7 @@ def test_workers_draw_random_numbers_of_their_own(script, tmp_path, options):
     assert not set(first) & set(second)
 
 
+@pytest.mark.middle
 def test_a_worker_of_slurm_joins_by_its_environment(script, tmp_path):
     environment = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost"}
     environment |= {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_TASKS_PER_NODE": "2"}
@@ -308,6 +318,7 @@ def test_a_worker_of_slurm_joins_by_its_environment(script, tmp_path):
     assert [(report["index"], report["num"], report["LOCAL_RANK"]) for report in reports] == [(0, 2, "0"), (1, 2, "1")]
 
 
+@pytest.mark.middle
 def test_different_models_on_the_workers_are_refused(script):
     done = start(
         script(
@@ -339,6 +350,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize(
     ("place", "workers", "stuck"),
     [
@@ -382,6 +394,7 @@ for number in range(6000 if attempt == "0" else 3):
 """
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize(
     ("restarts", "code"), [("0", 128 + signal.SIGTERM), pytest.param("1", 0, marks=pytest.mark.full)]
 )
@@ -424,6 +437,7 @@ def test_a_signal_waits_for_a_worker_that_is_late_in_its_first_step(script, tmp_
     assert all("saves and leaves" in (tmp_path / "log" / f"workerlog.{rank}").read_text() for rank in range(2))
 
 
+@pytest.mark.middle
 def test_a_script_that_never_asks_does_not_keep_a_signal_waiting(script, tmp_path):
     job = Running(script(LATE.format(asks="")), tmp_path)
     job.wait_for_workers()
@@ -447,6 +461,7 @@ while True:
 """
 
 
+@pytest.mark.middle
 def test_workers_can_save_when_the_terminal_is_closed(script, tmp_path):
     """The launcher then gets SIGHUP, and has nobody to talk to."""
     files = [tmp_path / "pid0", tmp_path / "pid1"]
@@ -464,6 +479,7 @@ def test_workers_can_save_when_the_terminal_is_closed(script, tmp_path):
     assert all(file.read_text().endswith(" 0") for file in files)
 
 
+@pytest.mark.middle
 def test_what_workers_have_started_ends_with_a_nursery_that_is_killed(script, tmp_path):
     job = Running(script(STUBBORN), tmp_path)
     job.wait_for_workers()

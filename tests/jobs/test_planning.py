@@ -7,6 +7,7 @@ from tests.fleet.planned import same
 from tests.jobs.starting import ROOT, start
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_workers_agree_on_plans_and_on_smaller_ones(workers, tmp_path):
     start(ROOT / "tests" / "jobs" / "planning_worker.py", tmp_path, workers=workers)
@@ -28,6 +29,7 @@ def weights(found, name):
     return [(key, value) for key, value in found[0][name][0][1].items() if ".norm." not in key or "running" not in key]
 
 
+@pytest.mark.middle
 def test_workers_that_wait_for_each_other_in_a_forward_measure_together(tmp_path):
     start(ROOT / "tests" / "jobs" / "waiting_worker.py", tmp_path, workers=2, timeout=120)
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2))

@@ -26,6 +26,7 @@ def train(tmp_path, *options, **env):
     )
 
 
+@pytest.mark.middle
 def test_a_run_trains_and_leaves_its_folder(tmp_path):
     done = train(tmp_path, "--epochs", "12")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -72,6 +73,7 @@ def test_a_strategy_file_and_a_single_worker(tmp_path):
     assert not (folder / "plain.jsonl").exists()
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize(
     ("options", "message"),
     [

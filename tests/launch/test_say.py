@@ -20,6 +20,7 @@ def test_nobody_need_listen():
     show("lost\n", closed)
 
 
+@pytest.mark.middle
 def test_a_reader_who_has_seen_enough_does_not_change_the_exit_code(tmp_path):
     script = (
         "import sys, time; from fleetx.launch.say import say, show; time.sleep(0.2); say('x'); show('y', sys.stdout)"

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 ENVIRONMENT = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 FAILS = """
@@ -30,11 +32,13 @@ finally:
 """
 
 
+@pytest.mark.middle
 def test_an_interrupted_script_cleans_up_and_leaves_without_a_traceback(tmp_path):
     done = run(tmp_path, INTERRUPTED)
     assert (done.returncode, done.stdout, done.stderr) == (130, "finally\nexit functions\n", "")
 
 
+@pytest.mark.middle
 def test_exit_functions_can_tell_that_the_script_has_failed(tmp_path):
     """An asynchronous save, say, which then does not wait for others for long."""
     done = run(tmp_path, FAILS)

@@ -176,6 +176,7 @@ def test_a_compiled_model_is_refused_at_once(name):
         memory.apply(model, [name])
 
 
+@pytest.mark.middle
 def test_the_compiler_is_not_imported_to_look_for_it():
     code = (
         "import sys; from torch import nn; from fleetx import memory;"

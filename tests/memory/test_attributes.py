@@ -114,6 +114,7 @@ class Recurrent(nn.Module):
 KINDS = [Replacing, Private, Writing, WritingData, InTuple, InDict, WithGraph, Recurrent]
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_state_that_outlives_a_forward(kind):
     def forward(model, x):

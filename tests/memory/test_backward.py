@@ -495,6 +495,7 @@ def test_hooks_of_others_happen_once_in_a_forward_and_again_when_repeated(when, 
         both((plain, made.model), lambda model, step: [model(normal(step, 3, 4)).square().sum().backward()] * 0)
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize("backward", [True, False], ids=["after a backward", "if backward is never called"])
 @pytest.mark.parametrize("name", ["gpt", "unet", "mixture_of_experts", "lstm"])
 def test_nothing_lives_on_though_nobody_collects_garbage(name, backward):

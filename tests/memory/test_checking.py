@@ -434,6 +434,7 @@ def test_where_last_bits_may_differ_equal_runs_pass():
     test_equal_runs_pass()
 
 
+@pytest.mark.middle
 @pytest.mark.usefixtures("rounding")
 @pytest.mark.parametrize("states", REPEATED)
 @pytest.mark.parametrize("kind", [Depends, Appends, Shuffles, Remembers])

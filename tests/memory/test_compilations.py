@@ -109,18 +109,21 @@ def chain(*modules):
     return Example(nn.Sequential(*modules, nn.Linear(4, 4)), lambda step: (normal(step, 6, 4),))
 
 
+@pytest.mark.middle
 def test_dear_outputs_of_what_does_not_compile_as_a_whole_give_way_to_inputs_and_that_is_told():
     with pytest.warns(UserWarning, match=r"ends at 0 only the inputs are saved.*a Breaks does not compile as a whole"):
         applied = assert_exact(chain(Breaks(), nn.Sequential(nn.Linear(4, 4), nn.Tanh())), DEAR, **QUICK)
     assert applied.experience.undivided == {"0"}
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize("module", [Counts, CountsInHalf, WritesToItsInput, WritesToAnAttribute])
 def test_dear_outputs_of_what_writes_to_what_it_reads_give_way_to_inputs(module):
     with pytest.warns(UserWarning, match=rf"ends at 1 only .*and a {module.__name__} writes to its inputs, or to what"):
         assert_exact(chain(nn.Linear(4, 4), module()), DEAR, **QUICK)
 
 
+@pytest.mark.middle
 def test_an_input_without_gradient_may_be_written_to():
     class Given(nn.Module):
         def __init__(self):
@@ -135,12 +138,14 @@ def test_an_input_without_gradient_may_be_written_to():
         assert_exact(example, [Segment("second", "dear")], **QUICK)
 
 
+@pytest.mark.middle
 def test_batch_norms_may_count():
     example = chain(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()), nn.Linear(4, 4))
     applied = assert_exact(example, DEAR, **QUICK)
     assert [learned.is_divided for learned in applied.experience.segments] == [True, True]
 
 
+@pytest.mark.middle
 def test_a_batch_norm_between_cuts_may_count():
     example = chain(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
     applied = assert_exact(example, [Segment("0", "dear"), Segment("2", "dear")], **QUICK)
@@ -268,6 +273,7 @@ def test_threads_may_share_a_compiled_model():
     assert not any("forward" in vars(one) for one in model)
 
 
+@pytest.mark.middle
 @pytest.mark.filterwarnings("ignore:of the segment that ends at")
 @pytest.mark.parametrize("save", ["inputs", "dear"])
 def test_hooks_are_not_compiled(save):
@@ -296,6 +302,7 @@ def block():
     return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize("save", [pytest.param("inputs", marks=pytest.mark.full), "dear"])
 def test_equal_blocks_may_be_given_different_sizes_in_one_forward(save):
     lengths = [(5, 7), (5, 9), (6, 8)]
@@ -304,6 +311,7 @@ def test_equal_blocks_may_be_given_different_sizes_in_one_forward(save):
     assert_exact(example, cuts, **QUICK)
 
 
+@pytest.mark.middle
 def test_two_forwards_of_different_sizes_before_one_backward():
     torch.manual_seed(0)
     model = nn.Sequential(block(), block())
@@ -322,6 +330,7 @@ def test_two_forwards_of_different_sizes_before_one_backward():
     assert all(torch.equal(a, b) for a, b in zip(gradients(), expected, strict=True))
 
 
+@pytest.mark.middle
 @pytest.mark.filterwarnings("ignore:of the segment that ends at 0 only")
 def test_dear_outputs_are_compiled_for_a_few_sizes(monkeypatch):
     monkeypatch.setattr(compiling, "_MOST_SIZES", 2)
@@ -342,6 +351,7 @@ class Numbered(nn.Module):
         return self.linear(x).tanh() * (self.layer_idx + 1)
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize("save", [pytest.param("inputs", marks=pytest.mark.full), "dear"])
 def test_many_layers_that_know_their_number_are_all_compiled(save, caplog):
     example = Example(nn.Sequential(*map(Numbered, range(10))), lambda step: (normal(step, 6, 4),))
@@ -354,6 +364,7 @@ class User:
     """Something that may be repeated."""
 
 
+@pytest.mark.middle
 def test_other_sizes_have_a_copy_of_their_own_while_the_first_may_be_repeated():
     copies, first, second = Copies(), User(), User()
     assert copies.which("short", first) == 0
@@ -399,6 +410,7 @@ def test_errors_of_the_model_itself_are_raised():
     assert saving.refused is None  # that says nothing of the compiler
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize("save", ["everything", "dear"])
 def test_nobody_is_asked_about_what_the_compiler_sees_to(save, monkeypatch):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
@@ -411,6 +423,7 @@ def test_nobody_is_asked_about_what_the_compiler_sees_to(save, monkeypatch):
     assert not asked
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize("save", ["everything", "dear"])
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_an_error_in_a_compiled_module_leaves_nothing_behind(save, error):
@@ -491,6 +504,7 @@ class Renorm(nn.BatchNorm1d):
         return super().forward(input) * (input - self.running_mean).tanh()
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize("module", [ReadsStatistics, lambda: nn.Sequential(Renorm(4), nn.Linear(4, 4))])
 def test_dear_outputs_where_statistics_are_read_give_way_to_inputs(module):
     with pytest.warns(UserWarning, match="writes to its inputs, or to what it holds"):

@@ -18,6 +18,7 @@ def _fresh_compiler():
     torch._dynamo.reset()
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize(("model", "state"), FEW)
 def test_compiled_segments_equal_the_compiled_plain_run(model, state):
     example = MODELS[model]()

@@ -31,6 +31,7 @@ WAYS = {
 }
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 def test_a_planned_model_is_not_compiled_from_outside(way):
     torch._dynamo.reset()

@@ -50,6 +50,7 @@ def test_a_teacher_and_a_queue():
         in_each_state(make, cuts)
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize("training", [True, False])
 def test_torchs_own_transformers(training):
     class Translates(nn.Module):

@@ -216,6 +216,7 @@ def interrupt(made):
     made.model.stops.is_on = False
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize("is_known", [True, False])
 @pytest.mark.parametrize("where", ["in a module", "between modules"])
 def test_after_an_interrupt_other_models_are_not_listened_to_for_long(where, is_known):

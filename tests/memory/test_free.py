@@ -411,6 +411,7 @@ def test_a_segment_that_ran_freely_and_should_have_been_repeated_keeps_everythin
     assert_same_gradients(Either, [Segment("kept", "everything"), Segment("repeated")], prepare)
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize("options", [{}, {"compile": True, "backend": "aot_eager"}], ids=["eager", "compiled"])
 @pytest.mark.filterwarnings("ignore:::torch")
 def test_what_is_on_the_host_is_asked_for_ahead_also_where_nobody_is_asked(monkeypatch, options):
@@ -467,6 +468,7 @@ def test_a_part_with_a_plan_of_its_own_is_repeated_as_it_ran(options):
         torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize("save", ["everything", "dear", "inputs"])
 @pytest.mark.parametrize("options", [{}, COMPILED], ids=["eager", "compiled"])
 @pytest.mark.filterwarnings("ignore:::torch")

@@ -185,6 +185,7 @@ CHOICES = st.lists(st.tuples(st.integers(0, 999), STATES), min_size=1, max_size=
 QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 
 
+@pytest.mark.middle
 @pytest.mark.filterwarnings("ignore:the forward did not come to", "ignore:.*the segment that ends at")
 @settings(deadline=None, max_examples=100, suppress_health_check=QUIET)
 @given(st.lists(STEPS, min_size=1, max_size=4), CHOICES)

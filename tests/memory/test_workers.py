@@ -8,6 +8,7 @@ SCRIPT = ROOT / "tests" / "memory" / "workers.py"
 SHARDED = ROOT / "tests" / "memory" / "sharded_worker.py"
 
 
+@pytest.mark.middle
 def test_two_workers_equal_the_plain_run_with_and_without_torchs_data_parallel(tmp_path):
     start(SCRIPT, tmp_path, workers=2, timeout=120)
     assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}

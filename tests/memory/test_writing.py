@@ -233,6 +233,7 @@ def test_a_container_that_writes_to_its_own_buffers(state):
         assert_exact(made, cycled(cuts, STATES[state]))
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize("state", STATES)
 def test_a_buffer_that_one_module_changes_and_others_read(state):
     class Book(nn.Module):

@@ -10,6 +10,7 @@ from tests.jobs.starting import start
 WORKER = Path(__file__).with_name("sharded_worker.py")
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_sharded_equals_whole_and_norms_travel_together(workers):
     done = start(WORKER, workers=workers, launcher="torchrun")

@@ -103,6 +103,7 @@ def test_values_that_can_be_meant_are_taken():
         check(net(), sample, functional.mse_loss, None, "auto", None, bandwidth=bandwidth, global_batch=64, **flags)
 
 
+@pytest.mark.middle
 def test_what_is_doubtful_is_noted():
     model = net()
     assert asked(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)).notes == ()
@@ -163,6 +164,7 @@ def test_checkpoints_may_be_globs():
     assert asked(checkpoints=["2", "?.0"]).names == ("0.0", "1.0", "2.0", "2", "3.0")
 
 
+@pytest.mark.middle
 def test_parameters_that_the_optimizer_does_not_have_take_no_state_and_are_noted():
     model = net()
     whole = asked(model, optimizer=torch.optim.AdamW(model.parameters()))
@@ -241,6 +243,7 @@ class Normed(nn.Module):
         return self.blocks(x)
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -260,6 +263,7 @@ def test_micro_batches_that_a_model_refuses_are_refused(settings, message):
         asked(Normed(), **settings)
 
 
+@pytest.mark.middle
 def test_how_to_keep_a_batch_whole_depends_on_what_was_asked():
     def said(model=None, **settings):
         return " ".join(asked(model or Normed(), global_batch=8, **settings).notes)

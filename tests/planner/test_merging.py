@@ -82,6 +82,7 @@ def test_a_model_that_does_something_else_in_evaluation_says_nothing():
     assert not couples_samples(Feeding(OtherInEvaluation(contrastive)), sample(4))
 
 
+@pytest.mark.middle
 def test_a_plan_that_merges_what_is_coupled_has_a_note():
     torch.manual_seed(0)
     model = Towers(contrastive)

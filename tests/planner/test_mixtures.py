@@ -51,6 +51,7 @@ def measured():
     return feeding, sample, measure(feeding, sample, CUTS, states=STATES, bandwidth=0.0, cached=False)
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize("last", range(3))
 @pytest.mark.parametrize("before", range(3))
 def test_mixtures_take_what_is_predicted(measured, before, last):

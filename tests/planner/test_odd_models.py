@@ -85,6 +85,7 @@ def test_any_model_is_planned_and_a_real_step_confirms_it(make):
         assert plan.is_exact
 
 
+@pytest.mark.middle
 def test_batch_norms_are_not_planned_with_a_single_sample_that_they_refuse():
     torch.manual_seed(0)
     model = stack(norm=True)
@@ -153,6 +154,7 @@ def wide(activation, wrap=lambda module: module):
     return nn.Sequential(*blocks)
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize(
     "wrap",
     [

@@ -71,6 +71,7 @@ def test_a_batch_that_fits_is_one_forward_with_all_activations():
     assert plan.segments() == []
 
 
+@pytest.mark.middle
 def test_a_slow_link_sends_nothing_and_a_fast_one_does():
     slow = plan_for(transformer(bandwidth=0.0), memory=24 * GIB, global_batch=256, one_forward=True)
     fast = plan_for(transformer(), memory=24 * GIB, global_batch=256, one_forward=True)
@@ -444,6 +445,7 @@ def test_the_last_segment_is_never_sent_away():
     assert [any(o.sent for o in stage.options) for stage in chain.stages] == [True, True, False]
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize("question", [{"one_forward": True}, {}, {"k_steps": 4}, {"host_memory": 20 * GIB}])
 @pytest.mark.parametrize("make", [transformer, differing])
 @pytest.mark.parametrize(("curve", "limit"), [(False, 1.5), pytest.param(True, 3.0, marks=pytest.mark.full)])
@@ -466,6 +468,7 @@ def test_of_many_segments_fewer_budgets_are_asked_about_and_the_next_gib_among_t
         assert {31 * GIB, 32 * GIB, 33 * GIB} <= {bought.memory for bought in curve}
 
 
+@pytest.mark.middle
 def test_that_two_hundred_segments_do_not_fit_is_said_soon_and_the_least_memory_is_enough():
     profile = differing(200, scale=8)
     began = time.process_time()
@@ -478,6 +481,7 @@ def test_that_two_hundred_segments_do_not_fit_is_said_soon_and_the_least_memory_
         plan_for(profile, memory=caught.value.least_memory - 1, **question)
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize(("bandwidth", "host"), [(0.0, None), (2e9, None), (50e9, None), (50e9, 0), (50e9, 5 * GIB)])
 @pytest.mark.parametrize("make", [transformer, differing, partial(transformer, launches=2e-3)])
 def test_no_plan_is_faster_than_its_outlook(make, bandwidth, host):

@@ -63,6 +63,7 @@ def profiled(model, sample, **others):
     return feeding, measure(feeding, sample, find_blocks(feeding, sample), **settings)
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize("make", [gpt, vit])
 def test_the_predicted_peak_is_that_of_a_real_step(make):
     model, sample = make()
@@ -131,6 +132,7 @@ def in_even_time(profile):
     return replace(profile, segments=tuple(segments), tail_forward_seconds=line, tail_backward_seconds=line)
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize(("states", "one_forward"), [(FEW_STATES[:1], False), (FEW_STATES, True)])
 def test_a_plan_that_takes_less_than_predicted_makes_room_for_a_faster_one(states, one_forward):
     """With one state by a larger micro-batch, and in one forward by less recompute."""
@@ -154,6 +156,7 @@ def test_a_plan_that_takes_less_than_predicted_makes_room_for_a_faster_one(state
     assert plan.measured.peak <= memory
 
 
+@pytest.mark.middle
 def test_shortcuts_across_segments_are_within_a_few_percent_where_memory_is_not_scarce():
     model, sample = unet()
     feeding, profile = profiled(model, sample)
@@ -164,6 +167,7 @@ def test_shortcuts_across_segments_are_within_a_few_percent_where_memory_is_not_
         assert verified.measured.peak <= plan.peak * 1.1
 
 
+@pytest.mark.middle
 def test_equal_layers_are_given_equal_times():
     model, sample = gpt()
     _, profile = profiled(model, sample, sizes=(2, 3))
@@ -173,6 +177,7 @@ def test_equal_layers_are_given_equal_times():
     assert len(profile.segments) == 4
 
 
+@pytest.mark.middle
 def test_recompute_keeps_less_and_takes_longer_than_keeping_all():
     model, sample = gpt()
     _, profile = profiled(model, sample)
@@ -185,6 +190,7 @@ def test_recompute_keeps_less_and_takes_longer_than_keeping_all():
     assert not any(option.sent for option in chain.stages[-1].options)
 
 
+@pytest.mark.middle
 def test_without_a_link_nothing_can_be_sent():
     model, sample = gpt()
     _, profile = profiled(model, sample, bandwidth=None)
@@ -250,6 +256,7 @@ def test_a_model_is_left_as_it_was_when_its_forward_fails():
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.middle
 def test_what_was_measured_is_found_again_on_disk():
     model, sample = gpt(2)
     cuts = ["blocks.0", "blocks.1"]
@@ -262,6 +269,7 @@ def test_what_was_measured_is_found_again_on_disk():
     assert measure(Feeding(model), sample, cuts, states=FEW_STATES).device == "somewhere else"
 
 
+@pytest.mark.middle
 def test_whatever_changes_is_measured_anew():
     model, sample = gpt(2)
     feeding, cuts = Feeding(model), ["blocks.0", "blocks.1"]
@@ -286,6 +294,7 @@ def test_momentum_of_a_group_counts():
     assert cost_of_update(model, half).state_bytes == 4 * 64 * 64
 
 
+@pytest.mark.middle
 def test_a_profile_that_lacks_states_for_want_of_room_is_not_kept(monkeypatch):
     model, sample = gpt(2)
     cuts = ["blocks.0", "blocks.1"]
@@ -303,6 +312,7 @@ def test_the_same_model_on_another_kind_of_device_has_a_profile_of_its_own():
     assert keys[0] != keys[1]
 
 
+@pytest.mark.middle
 def test_what_a_name_does_not_tell_is_measured_anew():
     model, sample = gpt(2)
     losses = [partial(nn.functional.mse_loss, reduction=how) for how in ("sum", "mean")]
@@ -318,6 +328,7 @@ def test_what_a_name_does_not_tell_is_measured_anew():
     assert len(set(keys)) == len(keys)
 
 
+@pytest.mark.middle
 def test_other_versions_and_other_precisions_are_measured_anew(monkeypatch):
     model, sample = gpt(2)
     cuts = ["blocks.0", "blocks.1"]
@@ -350,6 +361,7 @@ def test_profiles_of_an_older_format_are_passed_over_without_a_word(monkeypatch,
     assert len(list(cache.folder().iterdir())) == 2
 
 
+@pytest.mark.middle
 def test_gradients_belong_to_the_segment_that_uses_their_parameters_last():
     model, sample = gpt(3)
     _, profile = profiled(model, sample)
@@ -421,6 +433,7 @@ def test_where_room_is_scarce_nothing_is_tried_to_choose_a_size(monkeypatch):
     assert Counting(trials, 0.0, 0.0, sends=False).sizes() == (8, 16)
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize("share", [0.9, 0.6, 0.1, 0.0])
 def test_only_as_many_segments_are_timed_at_once_as_there_is_room_for(monkeypatch, share):
     model, sample = gpt()
@@ -520,6 +533,7 @@ def test_a_segment_without_dear_outputs_saves_its_inputs_and_is_not_said_to_save
         assert here == {inputs, State("dear")}  # convolutions are dear
 
 
+@pytest.mark.middle
 def test_a_corrupt_file_is_said_once_and_measured_anew(caplog):
     model, sample = gpt(2)
     cuts = ["blocks.0", "blocks.1"]
@@ -560,6 +574,7 @@ def without_a_segment(values):
     return values | {"segments": values["segments"][:1]}
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize(
     "damage",
     [
@@ -581,6 +596,7 @@ def test_a_file_that_says_something_else_is_not_taken(damage, saved):
     assert known is None or [segment.name for segment in known.segments] != CUTS  # which `measure` refuses
 
 
+@pytest.mark.middle
 def test_a_file_of_other_segments_is_measured_anew(saved):
     saved.write_text(json.dumps(without_a_segment(json.loads(saved.read_text())) | {"device": "somewhere else"}))
     assert cache.load(saved.stem).device == "somewhere else"
@@ -692,6 +708,7 @@ def test_a_model_without_gradients_cannot_be_planned():
         planner.plan(model, torch.randn(2, 2), memory="1MiB")
 
 
+@pytest.mark.middle
 def test_low_precision_takes_less_memory():
     model, sample = gpt()
     cuts = find_blocks(Feeding(model), sample)
@@ -703,6 +720,7 @@ def test_low_precision_takes_less_memory():
     assert low.per_sample < 0.95 * full.per_sample
 
 
+@pytest.mark.middle
 def test_copies_of_weights_that_autocast_makes_do_not_hide_what_samples_take():
     """They are there until the forward ends, and not in the backward: each layer takes as much as any other."""
     model, sample = gpt()

@@ -79,6 +79,7 @@ def test_close_plans_race_where_times_can_be_told(monkeypatch, races, wins):
     assert road.first_plan([["0"]], asked).plan.k_steps == places[wins]
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize(("here", "elsewhere"), [(1.0, 2.0), (2.0, 1.0), (0.5, 2.0)])
 def test_workers_doubt_the_times_together_by_the_slowest_of_them(monkeypatch, here, elsewhere):
     """Else one of them would have notes that the others have not."""

@@ -295,6 +295,7 @@ def test_host_memory_of_one_trial_serves_the_next(arenas):
     assert arenas[-1].in_use == 0
 
 
+@pytest.mark.middle
 def test_plans_that_are_tried_share_host_memory(arenas):
     model, sample = linears()
     feeding = Feeding(model)

@@ -182,6 +182,7 @@ def test_a_model_of_the_users_own_is_planned_from_the_command_line(app, maker, t
     assert json.loads(done.stdout)["planning_seconds"] > 0
 
 
+@pytest.mark.middle
 def test_what_the_planner_took_is_said_without_the_making_of_the_model(app, maker, tmp_path):
     (tmp_path / "users_model.py").write_text(MAKER.replace("torch.manual_seed(0)", "__import__('time').sleep(1)"))
     began = time.perf_counter()
@@ -263,6 +264,7 @@ def test_without_a_gpu_the_command_says_at_once_that_it_measures_on_the_cpu(app,
     assert done.output.index("measuring on the CPU") < done.output.index("nothing fits")
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

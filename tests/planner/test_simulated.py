@@ -35,7 +35,7 @@ def vit():
     [
         (gpt, True),
         pytest.param(gpt, False, marks=pytest.mark.full),
-        (vit, False),
+        pytest.param(vit, False, marks=pytest.mark.middle),
         pytest.param(vit, True, marks=pytest.mark.full),
     ],
 )
@@ -55,6 +55,7 @@ def test_a_plan_runs_on_a_device_that_has_its_budget_and_no_more(make, one_forwa
         assert memory.applied_to(model) is None
 
 
+@pytest.mark.middle
 def test_a_block_that_does_not_fit_is_cut_in_two():
     torch.manual_seed(0)
     model, sample = application("bert_base", 16, layers=2, width=32, heads=2, vocab_size=100, max_positions=16)
@@ -75,6 +76,7 @@ def test_a_block_that_does_not_fit_is_cut_in_two():
     assert 0.97 * ran.peak <= plan.peak <= 1.15 * ran.peak
 
 
+@pytest.mark.middle
 def test_a_device_that_is_smaller_than_the_plan_runs_out_of_memory():
     model, sample, _ = gpt()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -83,6 +85,7 @@ def test_a_device_that_is_smaller_than_the_plan_runs_out_of_memory():
     assert "the simulated device has" in ran.failed
 
 
+@pytest.mark.middle
 def test_a_model_that_was_planned_can_be_forgotten():
     model, sample, _ = gpt()
     fleetx.plan(model, sample, memory="4MiB", global_batch=16, bandwidth=1e9, verify=True)

@@ -15,6 +15,7 @@ budgets, caps = st.integers(0, 160), st.sampled_from([0, 3, 8, 20, 1000])
 property_test = settings(max_examples=150, deadline=None, derandomize=True)
 
 
+@pytest.mark.middle
 @property_test
 @given(chains(), budgets, caps)
 def test_no_choice_that_fits_is_faster_than_the_solution(chain, memory, host_memory):
@@ -28,6 +29,7 @@ def test_no_choice_that_fits_is_faster_than_the_solution(chain, memory, host_mem
         assert found.is_exact
 
 
+@pytest.mark.middle
 @property_test
 @given(chains(), budgets, caps, st.data())
 def test_a_search_that_follows_few_choices_keeps_its_promises(chain, memory, host_memory, data):
@@ -42,6 +44,7 @@ def test_a_search_that_follows_few_choices_keeps_its_promises(chain, memory, hos
         assert not found.is_exact or found.seconds == pytest.approx(best)
 
 
+@pytest.mark.middle
 @property_test
 @given(chains(), budgets, caps)
 def test_what_is_faster_is_found_though_a_narrow_search_misses_it(chain, memory, host_memory):
@@ -132,6 +135,7 @@ def test_the_evaluation_agrees_with_a_walk_through_the_step(chain, data):
         assert sum(point.seconds for point in cost.points) == pytest.approx(cost.seconds)
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize("kinds", [1, 4])
 def test_two_hundred_segments_take_less_than_two_seconds(kinds):
     chain = layers(200, kinds=kinds)
@@ -143,6 +147,7 @@ def test_two_hundred_segments_take_less_than_two_seconds(kinds):
     assert solve(chain, 40 * GIB, 500 * GIB) == found
 
 
+@pytest.mark.middle
 def test_two_hundred_segments_that_all_differ_come_within_a_percent_of_the_best():
     chain = layers(200, kinds=200)
     found = solve(chain, 32 * GIB)

@@ -197,6 +197,7 @@ def test_workers_whose_trials_differ_take_the_same_plan(monkeypatch):
     assert chosen[1:] == [7, 7]
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize(("factor", "is_kept"), [(1.0, True), (1.4, True), (1.6, False), (0.5, False)])
 def test_a_time_far_off_is_noted_and_its_profile_is_forgotten(monkeypatch, factor, is_kept):
     monkeypatch.setattr(Tryout, "run", lambda _, plan: plan.with_measurement(plan.peak, plan.seconds * factor))

@@ -98,6 +98,7 @@ class Parts(nn.Module):
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 def test_a_fetched_output_is_the_modules_own(compile):
     """Neither the next operation, which works in place, nor a compiled backward, which reuses memory, may touch it."""

@@ -85,6 +85,7 @@ class Noisy(nn.Module):
         return self.head(self.drop(self.settled(self.norm(x)))).square().mean()
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 def test_a_test_program_evaluates(compile):
     main, exe = static.Program(Noisy(), sgd, compile=compile), static.Executor()
@@ -153,6 +154,7 @@ def test_a_model_that_was_moved_away_is_noticed():
         static.Executor().run(main, feeds(1)[0])
 
 
+@pytest.mark.middle
 def test_a_forward_of_the_objects_own_stays_its_own():
     model = Classifier()
     original = model.forward

@@ -8,6 +8,8 @@ from torch import nn
 from fleetx import fleet, static
 from tests.static.making import Classifier, feeds, merging, program, sgd, tensors
 
+pytestmark = pytest.mark.middle
+
 
 @pytest.fixture
 def told(caplog, monkeypatch):
