@@ -171,21 +171,53 @@ def memory_command(
     if not torch.cuda.is_available():
         raise typer.BadParameter("python -m benchmarks memory needs a GPU, and this machine has none.")
     wanted = _pattern(only)
-    chosen = [(case, row) for case, row in memory.all_rows() if wanted.search(f"{row.batch} {row.name}")]
+    rows = memory.all_rows()
+    chosen = [number for number, (_, row) in enumerate(rows) if wanted.search(f"{row.batch} {row.name}")]
     path = out / "memory.json"
     results = memory.current(so_far(path, "rows") or [])
-    for case, row in chosen:
-        results = memory.merged(results, memory.described(case, row, memory.measure(case, row, "cuda")))
+    for number in chosen:
+        case, row = rows[number]
+        results = memory.merged(results, memory.described(case, row, memory.measure(number)))
         came_out = results[-1].get("failed") or f"{_figure(results[-1]['samples_per_s'])} samples/s"
         print(f"{case.model} {row.batch} {row.name}: {came_out}", flush=True)
         # Saved after each row, so that an interrupted run keeps what it has.
         path = save_result("memory", {"what": memory.WHAT, "rows": results}, out)
     draw_batches(results, out / "memory.png")
-    rows = [
+    shown = [
         (f"{r['model']}: {r['name']}", str(r["batch"]), _figure(r.get("samples_per_s")), _figure(r.get("peak_gib")))
         for r in results
     ]
-    _show(memory.WHAT, ("way", "batch", "samples/s", "peak GiB"), rows, path)
+    _show(memory.WHAT, ("way", "batch", "samples/s", "peak GiB"), shown, path)
+
+
+@app.command("by-hand")
+def by_hand_command(
+    out: Annotated[Path, typer.Option(help="Where results are saved.")] = RESULTS,
+    only: Annotated[str | None, typer.Option(help="Only cases with this in their name (a pattern).")] = None,
+    tiny: Annotated[bool, typer.Option(help="A small model on a simulated device, on any machine.")] = False,
+) -> None:
+    """The planner against what a user tries by hand, in the same budget."""
+    import torch
+
+    from benchmarks import by_hand
+    from fleetx.results import save_result, so_far
+
+    if not tiny and not torch.cuda.is_available():
+        raise typer.BadParameter("python -m benchmarks by-hand needs a GPU, and this machine has none: add --tiny.")
+    wanted, name = _pattern(only), "by-hand-tiny" if tiny else "by-hand"
+    path = out / f"{name}.json"
+    results = so_far(path) or {}
+    for case in by_hand.TINY if tiny else by_hand.CASES:
+        if wanted.search(case.name):
+            results[case.name] = by_hand.measure(case)
+            # Saved after each case, so that an interrupted run keeps what it has.
+            path = save_result(name, {"what": by_hand.WHAT, "cases": results}, out)
+    rows = [
+        (case, *(_figure(figures["ways"][way]["ran"].get("samples_per_s")) for way in by_hand.WAYS[:2]))
+        + (_figure(figures["samples_per_s"]), _times(figures["of_best_by_hand"]))
+        for case, figures in results.items()
+    ]
+    _show(by_hand.WHAT, ("model", *by_hand.WAYS, "against the best by hand"), rows, path)
 
 
 @app.command("plan")

@@ -154,6 +154,12 @@ def _by_hand(case: Case, batch: dict[str, Tensor], device: str) -> Run:
 
 
 def _transformers(case: Case, batch: dict[str, Tensor], device: str) -> Run:
+    model, inputs = placed(transformers_bert(case), case, device), transformers_inputs(batch)
+    return _plain_loop(model, optimizer_for(case, model.parameters()), lambda: model(**inputs).loss, device)
+
+
+def transformers_bert(case: Case) -> Any:
+    """transformers' model of the same size."""
     from transformers import BertConfig, BertForPreTraining  # pyrefly: ignore[missing-import]
 
     ours = make(case).config
@@ -165,12 +171,15 @@ def _transformers(case: Case, batch: dict[str, Tensor], device: str) -> Run:
         intermediate_size=ours.intermediate,
         max_position_embeddings=ours.max_positions,
     )
-    model = placed(BertForPreTraining(config), case, device)
+    return BertForPreTraining(config)
+
+
+def transformers_inputs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same batch as its model takes it: a label for each position."""
     labels = torch.full_like(batch["input_ids"], -100)
     labels.scatter_(1, batch["masked_positions"], batch["masked_labels"])
     inputs = {name: batch[name] for name in ("input_ids", "token_type_ids", "attention_mask")}
-    targets = {"labels": labels, "next_sentence_label": batch["next_sentence_labels"]}
-    return _plain_loop(model, optimizer_for(case, model.parameters()), lambda: model(**inputs, **targets).loss, device)
+    return inputs | {"labels": labels, "next_sentence_label": batch["next_sentence_labels"]}
 
 
 def _timm(case: Case, batch: dict[str, Tensor], device: str) -> Run:

@@ -2,12 +2,13 @@
 
 import gc
 import itertools
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from benchmarks.planning.simulated import SimulatedDevice
@@ -18,6 +19,22 @@ from fleetx.slicing import Batch, map_tensors
 
 _FEWEST, _MOST = 3, 6  # micro-batches that are timed
 _SECONDS = 1.0  # so long, if it is no fewer and no more than these
+
+
+class ByHand(NamedTuple):
+    """A micro-batch of the user's choice, merged to the global batch; it runs in place of a plan."""
+
+    micro_batch: int
+    global_batch: int
+    shorter: int = 0
+
+    @property
+    def k_steps(self) -> int:
+        """How many micro-batches an update merges."""
+        return math.ceil(self.global_batch / self.micro_batch)
+
+    def apply(self, model: nn.Module) -> None:
+        """Leave the model as it is."""
 
 
 class Ran(NamedTuple):
@@ -59,7 +76,7 @@ class Runner:
         self.optimizer = optimizer
         self.on_gpu = feeding.device.type == "cuda"
 
-    def run(self, plan: Plan, memory: int | None, *, limited: bool = False) -> Ran:
+    def run(self, plan: Plan | ByHand, memory: int | None, *, limited: bool = False) -> Ran:
         """Train with a plan within so much memory; None: as much as there is.
 
         What takes more runs again with the allocator limited to it, and so does what was `limited` before. Not all:
@@ -77,7 +94,7 @@ class Runner:
         ran = self._run_on_model(plan, memory, _capped(memory))
         return ran if ran.failed is not None else ran._replace(limited=took)
 
-    def _run_on_model(self, plan: Plan, memory: int | None, limited: AbstractContextManager[None]) -> Ran:
+    def _run_on_model(self, plan: Plan | ByHand, memory: int | None, limited: AbstractContextManager[None]) -> Ran:
         self._free()
         try:
             applied = plan.apply(self.feeding.model)
@@ -93,7 +110,7 @@ class Runner:
                 applied.remove()
             self._free()
 
-    def _run(self, plan: Plan, memory: int | None) -> Ran:
+    def _run(self, plan: Plan | ByHand, memory: int | None) -> Ran:
         slices = self._slices(plan)
         first = self._update([slices[0], slices[-1]] if plan.k_steps > 1 else slices)  # each size, should it compile
         count = min(plan.k_steps, max(_FEWEST, min(_MOST, round(_SECONDS / first.later))))
@@ -108,7 +125,7 @@ class Runner:
             allocated = peak = self._counted(slices[: min(count, 2)], memory)
         return Ran(peak, speed, allocated, self._retries() - retried)
 
-    def _slices(self, plan: Plan) -> list[Batch]:
+    def _slices(self, plan: Plan | ByHand) -> list[Batch]:
         """Those of an update: the last ones may be a sample shorter."""
         longest = placed(resized(self.sample, plan.micro_batch), self.feeding.device)
         rest = [resized(longest, plan.micro_batch - 1)] * plan.shorter if plan.shorter else []
