@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.memory import is_proven
+
 Result = dict[str, Any]
 PLAIN = "plain, compiled as a whole"
 
@@ -78,21 +80,105 @@ def memory_table(result: Result) -> str:
         (
             row["model"],
             row["name"],
-            str(row["batch"]),
+            f"{row['batch']:,}",
             "" if row["cap_gib"] is None else f"{row['cap_gib']:.0f} GiB",
-            f"{row['samples_per_s']:,.0f}" if "samples_per_s" in row else "out of memory",
-            _share(row, _plain_beside(row, result["rows"])),
-            f"{row['reserved_gib']:.1f}" if "reserved_gib" in row else "",
+            f"{row['samples_per_s']:,.0f}",
+            _share(row, _plain_of(row, result["rows"])),
+            f"{row['reserved_gib']:.1f}",
             f"{row['host_reserved_gib']:.1f}" if "host_reserved_gib" in row else "",
+            str(row.get("runs", 1)),
+            row["taken"][:10],
         )
         for row in sorted(result["rows"], key=lambda row: (row["model"], row["batch"]))
+        if is_proven(row)
     ]
-    heads = ("model", "way", "batch", "may take", "samples/s", "of plain", "takes, GiB", "on the host, GiB")
+    heads = ("model", "way", "batch", "limit", "samples/s", "of plain", "GiB", "GiB on the host", "processes", "day")
     # Rows may be of several runs; each notes when it was taken.
     return _table(heads, rows, texts=2) + _origin({**result, "command": "python -m benchmarks memory"})
 
 
-def _plain_beside(row: Result, rows: Sequence[Result]) -> float | None:
+def one_forward_table(result: Result) -> str:
+    """The largest batches in one forward within the same limit: by hand, and with recompute and offload."""
+    limited = [row for row in result["rows"] if row["cap_gib"] is not None and is_proven(row)]
+    largest: dict[tuple[str, str], Result] = {}
+    for row in sorted(limited, key=lambda row: row["batch"]):
+        if not row["name"].startswith("guide"):
+            largest[row["model"], row["method"]] = row
+    ways = {
+        "plain": "everything kept, the largest power of two",
+        "torch checkpoint": "`torch.utils.checkpoint` around each block, the largest power of two",
+        "transformers": "transformers' own model, the largest power of two",
+        "transformers checkpoint": "transformers' own checkpointing, the largest power of two",
+        "ours": "FleetX, recompute and offload",
+    }
+    # A comparison needs both sides.
+    models = {model for model, method in largest if method == "ours" and largest[model, method]["runs"] > 1}
+    rows = [
+        (
+            f"{model}, {row['cap_gib']:.0f} GiB",
+            ways[method],
+            f"{row['batch']:,}",
+            f"{row['samples_per_s']:,.0f}",
+            f"{row['reserved_gib']:.1f}",
+            str(row.get("runs", 1)),
+        )
+        for (model, method), row in sorted(largest.items(), key=lambda item: (item[0][0], item[1]["batch"]))
+        if model in models
+    ]
+    heads = ("model, limit", "way", "batch in one forward", "samples/s", "GiB", "processes")
+    what = (
+        "Compiled, bf16 autocast over fp32 weights; twice as many by hand run out of memory. Processes: in how many "
+        "fresh ones it ran, all of which had enough memory"
+    )
+    return _table(heads, rows, texts=2) + _origin({**result, "what": what, "command": "python -m benchmarks memory"})
+
+
+def by_hand_table(result: Result) -> str:
+    """The planner against what a user tries by hand, in the same budget."""
+    by_hand = ("everything kept", "its own checkpointing")
+    rows = [
+        (
+            f"{name}, updates of {case['global_batch']:,}",
+            f"{case['budget'] / 2**30:.0f} GiB",
+            *(
+                f"{case['ways'][way]['ran']['samples_per_s']:,.1f}"
+                for way in ("everything kept", "its own checkpointing")
+            ),
+            f"{case['samples_per_s']:,.1f}",
+            _times(case["of_best_by_hand"]),
+            f"{case['ways']['fleetx.plan']['planning_seconds']:.0f} s",
+        )
+        for name, case in result["cases"].items()
+        if not case["failed"]
+    ]
+    heads = ("model", "budget", *by_hand, "FleetX, samples/s", "FleetX is", "planned in")
+    return _table(heads, rows) + _origin({**result, "command": "python -m benchmarks by-hand"})
+
+
+def libraries_table(result: Result) -> str:
+    """A step of LARS and LAMB against timm's, and against the fused optimizer of torch that moves as much memory."""
+    rows = []
+    for case, families in result["cases"].items():
+        for figures in families.values():
+            ms = figures["median_ms"]
+            (torchs,), (timms,), (ours,) = (
+                [name for name in ms if name.startswith(start) and name.endswith(end)]
+                for start, end in (("torch", "fused"), ("timm", ""), ("FleetX", "fused"))
+            )
+            rows.append(
+                (
+                    f"{ours.split()[1].rstrip(',')}, {case} ({figures['parameters'] / 1e6:.0f} M parameters)",
+                    f"{ms[ours]:.2f} ms",
+                    f"{ms[timms]:.1f} ms",
+                    f"{ms[timms] / ms[ours]:.0f}×",
+                    f"{ms[torchs]:.2f} ms ({torchs.removeprefix('torch ').removesuffix(', fused')})",
+                )
+            )
+    heads = ("one step", "FleetX", "timm", "FleetX is", "torch's fused optimizer of this kind")
+    return _table(heads, rows) + _origin({**result, "what": "Medians of one optimizer step in fp32"})
+
+
+def _plain_of(row: Result, rows: Sequence[Result]) -> float | None:
     """The speed of plain training with the row's batch, or the best there is."""
     plain = [r for r in rows if r["model"] == row["model"] and r["name"] == PLAIN and "samples_per_s" in r]
     same = [r["samples_per_s"] for r in plain if r["batch"] == row["batch"]]
@@ -138,40 +224,6 @@ def _outcome(case: Result) -> tuple[str, ...]:
     )
 
 
-def budgets_table(result: Result) -> str:
-    """What memory buys: one large model at several budgets."""
-    model, unlimited = "bert_large", "bert_large in all memory"
-    cases = {name: case for name, case in result["cases"].items() if name.startswith(model) and case.get("complete")}
-    # Machines differ from moment to moment by more than budgets do: only what ran beside it is compared with it.
-    cases = {
-        name: case for name, case in cases.items() if name == unlimited or "of_all_memory" in case or "peak" not in case
-    }
-    if "samples_per_s" not in cases.get(unlimited, {}):
-        raise ValueError(
-            f"budgets are compared with {unlimited!r}, which is not measured yet: python -m benchmarks plan does that."
-        )
-    rows = [
-        (
-            name.removeprefix(f"{model} in ").removeprefix(f"{model}, "),
-            f"{case['micro_batch']:,} × {case['k_steps']}",
-            *_bought(case),
-        )
-        for name, case in sorted(cases.items(), key=lambda item: (item[1]["case"] != model, item[1]["memory"]))
-        if "micro_batch" in case
-    ]
-    heads = ("memory", "micro-batch × k", "takes, GiB", "samples/s", "of the speed with all memory")
-    batch = cases[unlimited]["global_batch"]
-    what = f"BERT-large, sequences of 512, updates of {batch:,}; the planner chose everything else"
-    return _table(heads, rows) + _origin({**result, "what": what, "command": "python -m benchmarks plan"})
-
-
-def _bought(case: Result) -> tuple[str, ...]:
-    if "peak" not in case:
-        return "ran out of memory", "", ""
-    share = case.get("of_all_memory", 1.0)
-    return f"{case['peak'] / 2**30:.1f}", f"{case['samples_per_s']:,.0f}", f"{share:.0%}"
-
-
 def digits_table(result: Result) -> str:
     """The run of `make run`."""
     rows = [
@@ -211,7 +263,9 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "memory": ("memory.json", memory_table),
     "optim": ("optim.json", optim_table),
     "plan": ("plan.json", plan_table),
-    "budgets": ("plan.json", budgets_table),
+    "one-forward": ("memory.json", one_forward_table),
+    "by-hand": ("by-hand.json", by_hand_table),
+    "libraries": ("optim.json", libraries_table),
     "chaos": ("chaos.json", chaos_table),
 }
 

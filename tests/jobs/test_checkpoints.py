@@ -11,6 +11,10 @@ from tests.jobs import checkpoint_worker
 from tests.jobs.checkpoint_scenarios import GLOBAL_BATCH, K_STEPS
 from tests.jobs.starting import ROOT, start
 
+# In one process of the runner, which starts each job once.
+pytestmark = pytest.mark.xdist_group("checkpoints")
+
+
 JOB = ROOT / "tests" / "jobs" / "checkpoint_worker.py"
 SCENARIOS = ROOT / "tests" / "jobs" / "checkpoint_scenarios.py"
 
@@ -158,9 +162,6 @@ import torch
 import torch.distributed as dist
 import fleetx as X
 from fleetx import fleet
-
-# In one process of the runner, which starts each job once.
-pytestmark = pytest.mark.xdist_group("checkpoints")
 
 fleet.init()
 checkpoints = X.Checkpoints(sys.argv[1], model=torch.nn.Linear(2, 2))
