@@ -182,7 +182,7 @@ def memory_command(
         print(f"{case.model} {row.batch} {row.name}: {came_out}", flush=True)
         # Saved after each row, so that an interrupted run keeps what it has.
         path = save_result("memory", {"what": memory.WHAT, "rows": results}, out)
-    draw_batches(results, out / "memory.png")
+    draw_batches([row for row in results if memory.is_proven(row)], out / "memory.png")
     shown = [
         (f"{r['model']}: {r['name']}", str(r["batch"]), _figure(r.get("samples_per_s")), _figure(r.get("peak_gib")))
         for r in results

@@ -1,6 +1,7 @@
 """What the documents show must run."""
 
 import contextlib
+import copy
 import io
 import os
 import re
@@ -12,7 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import fleetx
 from fleetx import fleet
+from fleetx.optim import Lamb
 from tests.jobs.starting import ROOT, start
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -26,9 +29,11 @@ def test_the_example_trains(workers):
     assert accuracy > 90
 
 
-def test_the_six_lines_the_step_and_the_plan_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # measurements of the planner
-    six, by_step, by_plan = (block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL))
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_six_lines_and_the_step_run():
+    *_, six, by_step = BLOCKS
     torch.manual_seed(0)
     names = {
         "model": torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3)),
@@ -38,10 +43,33 @@ def test_the_six_lines_the_step_and_the_plan_run(tmp_path, monkeypatch, capsys):
     exec(six, names)
     exec(by_step, names)
     assert names["out"].updated
+
+
+def test_the_loop_of_ones_own_gives_the_whole_batchs_update(tmp_path, monkeypatch, capsys):
+    """Micro-batches hold different numbers of labelled items, one of them none."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # measurements of the planner
+    by_lamb, by_plan, own_loop, *_ = BLOCKS
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).double()
+    labels = torch.randint(0, 3, (16,))
+    labels[:5] = labels[9] = -100
+    batch = torch.randn(16, 4, dtype=torch.float64), labels
+    whole = copy.deepcopy(model)
+    names = {"model": model, "batch": batch, "loader": [batch] * 3, "loss_fn": torch.nn.functional.cross_entropy}
+    exec(by_lamb, names)
     exec(by_plan, names)
     assert "global batch 4,096" in capsys.readouterr().out
-    assert names["plan"].global_batch == 4096
-    names["applied"].remove()
+    names["plan"] = fleetx.plan(model, batch, loss_fn=names["loss_fn"], memory="1MiB", global_batch=16, k_steps=4)
+    exec(own_loop, names)
+
+    fleetx.names.record(whole)
+    optimizer = Lamb(whole.parameters(), lr=2e-3, exclude_from_weight_decay=["norm", "bias"])
+    for _ in range(3):
+        torch.nn.functional.cross_entropy(whole(batch[0]), labels, ignore_index=-100).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
 def run_page(name, monkeypatch, folder, prints=True, **names):

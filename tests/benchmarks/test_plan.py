@@ -19,7 +19,7 @@ from benchmarks.planning.measuring import compared, fastest_rivals, key_of, said
 from benchmarks.planning.running import Ran, Runner
 from benchmarks.planning.simulated import SimulatedDevice
 from benchmarks.planning.unet import UNet
-from benchmarks.report.tables import budgets_table, plan_table
+from benchmarks.report.tables import plan_table
 from fleetx.planner import road
 from fleetx.planner.chain import State
 from fleetx.planner.feeding import Feeding
@@ -269,43 +269,6 @@ def test_only_what_takes_more_than_the_budget_is_limited_to_it(monkeypatch, peak
     if caps and limited:
         again = runner.run(None, 100, limited=True)
         assert (again.peak, again.limited, capped) == (95, 100, [100, 100])
-
-
-def saved_budgets(**others):
-    """Results of a large model, as far as the table needs them."""
-    row = {"case": "bert_large", "complete": True, "micro_batch": 8, "k_steps": 2, "global_batch": 16, "peak": 2**30}
-    cases = {
-        "bert_large in all memory": row | {"memory": 2**36, "samples_per_s": 100.0},
-        "bert_large in 16 GiB": row | {"memory": 2**34, "samples_per_s": 80.0},
-        "bert_large, one forward in 32 GiB": row | {"case": "x", "memory": 2**35, "samples_per_s": 70.0},
-    }
-    cases = {
-        name: case | others.get(case["case"] if name.endswith("16 GiB") else "", {}) for name, case in cases.items()
-    }
-    return {"what": "", "machine": {"cpu": "c", "cores": 2}, "versions": {"torch": "t"}, "cases": cases, "command": ""}
-
-
-def test_budgets_are_compared_with_what_ran_beside_them_and_others_are_left_out():
-    def shown():
-        rows = [line.strip("| ").split(" | ") for line in budgets_table(result).splitlines()[2:] if line[:1] == "|"]
-        return [(row[0], row[-1]) for row in rows]
-
-    result = saved_budgets()
-    assert shown() == [("all memory", "100%")]
-    result["cases"]["bert_large in 16 GiB"]["of_all_memory"] = 0.9
-    assert shown() == [("16 GiB", "90%"), ("all memory", "100%")]
-    result["cases"]["bert_large, one forward in 32 GiB"]["of_all_memory"] = 0.75
-    assert shown() == [("16 GiB", "90%"), ("all memory", "100%"), ("one forward in 32 GiB", "75%")]
-
-
-def test_budgets_that_ran_out_of_memory_are_shown_and_missing_ones_told():
-    result = saved_budgets()
-    for name in ("peak", "samples_per_s"):
-        del result["cases"]["bert_large in 16 GiB"][name]
-    assert "| 16 GiB | 8 × 2 | ran out of memory |" in budgets_table(result)
-    del result["cases"]["bert_large in all memory"]
-    with pytest.raises(ValueError, match="'bert_large in all memory', which is not measured yet: python -m benchmarks"):
-        budgets_table(result)
 
 
 def test_cases_are_chosen_by_name_and_those_without_their_library_are_left_out(cases):
