@@ -192,7 +192,11 @@ def _share(row: Result, plain: float | None) -> str:
 
 def plan_table(result: Result) -> str:
     """The planner's predictions beside what was measured, and its plans beside those made by hand and at random."""
-    cases = {name: case for name, case in result["cases"].items() if case.get("complete") and "plan" in case}
+    cases = {
+        name: case
+        for name, case in result["cases"].items()
+        if case.get("complete") and "plan" in case and not _was_limited(case)
+    }
     rows = [
         (name, f"{case['micro_batch']:,} × {case['k_steps']}", *_outcome(case), case["taken"][:10])
         for name, case in sorted(cases.items(), key=lambda item: (item[1]["case"], item[1]["memory"]))
@@ -209,6 +213,12 @@ def plan_table(result: Result) -> str:
     )
     # It is measured in several goes, each with a command of its own.
     return _table(heads, rows) + _origin({**result, "command": "python -m benchmarks plan"})
+
+
+def _was_limited(case: Result) -> bool:
+    """Whether a run of the chosen plan stayed within the budget only because the allocator was limited to it."""
+    run = case["runs"]["chosen"]
+    return any(one.get("limited", 0) > case["memory"] for one in (run, *run.get("again", [])))
 
 
 def _outcome(case: Result) -> tuple[str, ...]:

@@ -73,3 +73,10 @@ def test_results_that_are_no_results_are_named(content, tmp_path):
     (tmp_path / "step.json").write_text(content)
     with pytest.raises(ValueError, match=r"step.json does not hold what the table 'step' shows .*: measure it anew"):
         fill_in("<!-- table: step -->\n<!-- end -->", tmp_path)
+
+
+def test_a_plan_that_needed_the_allocators_limit_is_not_shown():
+    result = json.loads((RESULTS / "plan.json").read_text(encoding="utf-8"))
+    assert "| bert_large in 32 GiB |" in TABLES["plan"][1](result)
+    result["cases"]["bert_large in 32 GiB"]["runs"]["chosen"]["limited"] = 2**35 + 1
+    assert "| bert_large in 32 GiB |" not in TABLES["plan"][1](result)
