@@ -31,7 +31,7 @@ test-middle: $(VENV)/.ready
 
 # One part of twelve, another one for each commit.
 test-shard: $(VENV)/.ready
-	$(BIN)/pytest $(TWO) -m "full and not gpu" --shard "$$(git rev-parse HEAD)"
+	$(BIN)/pytest tests $(TWO) -m "full and not gpu" --shard "$$(git rev-parse HEAD)"
 
 test-full: lint
 	$(BIN)/python -m tests.runs full

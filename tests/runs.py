@@ -57,7 +57,7 @@ def run_all(runs: dict[str, list[str]], folder: Path) -> int:
     failed = 0
     for name, choice in runs.items():
         record = (folder / name).with_suffix(".jsonl")
-        command = [sys.executable, "-m", "pytest", "-q", "--record", str(record), *choice]
+        command = [sys.executable, "-m", "pytest", "tests", "-q", "--record", str(record), *choice]
         done = subprocess.run(command, cwd=ROOT)
         if done.returncode not in (0, 1, 5):  # 5: everything has passed before
             show(folder)
