@@ -18,11 +18,16 @@ class Digits(NamedTuple):
     test_labels: Tensor
 
 
-def load_digits() -> Digits:
-    """Every fifth digit is held out for the test: 1,438 to train on, 359 to test with."""
+FOLDS = 5
+
+
+def load_digits(fold: int = FOLDS - 1) -> Digits:
+    """Hold out every fifth digit for the test: about 1,438 to train on, 359 to test with. The five folds share none."""
+    if fold not in range(FOLDS):
+        raise ValueError(f"fold must be from 0 to {FOLDS - 1}, got {fold!r}: each holds out another fifth.")
     packed = files("fleetx.data").joinpath("digits.csv.gz").read_bytes()
     lines = gzip.decompress(packed).decode("ascii").splitlines()
     rows = torch.from_numpy(np.loadtxt(lines, delimiter=",", dtype=np.int64))
     images, labels = (rows[:, :64] / 16.0).reshape(-1, 1, 8, 8), rows[:, 64]
-    held_out = torch.arange(len(rows)) % 5 == 4
+    held_out = torch.arange(len(rows)) % FOLDS == fold
     return Digits(images[~held_out], labels[~held_out], images[held_out], labels[held_out])
