@@ -17,17 +17,21 @@ from fleetx.version import __version__
 def save_result(name: str, figures: dict[str, Any], folder: Path) -> Path:
     """Write `name.json` into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    result = {
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(result_of(name, figures), indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def result_of(name: str, figures: dict[str, Any]) -> dict[str, Any]:
+    """The figures with what made them; a `command` among them stands for that of this process."""
+    return {
         "name": name,
         "taken": now(),
-        "command": _command(sys.argv),
+        "command": command_line(sys.argv),
         "machine": describe_machine(),
         "versions": _versions(),
         **figures,
     }
-    path = folder / f"{name}.json"
-    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    return path
 
 
 def now() -> str:
@@ -35,7 +39,7 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _command(arguments: list[str]) -> str:
+def command_line(arguments: list[str]) -> str:
     """How to measure again; where the file went is nobody else's matter."""
     name = "fleetx" if arguments[0] == "-c" else Path(arguments[0]).name
     if name == "__main__.py":  # a package was started
