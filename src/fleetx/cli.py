@@ -47,16 +47,25 @@ def root(
 
 @app.command()
 def train(
+    context: typer.Context,
     workers: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 2,
     global_batch: Annotated[int, typer.Option(min=1, help="Samples that one update sees, over all workers.")] = 512,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the training digits.")] = 40,
     strategy: Annotated[Path | None, typer.Option(help="A strategy saved as TOML; default: merge, bf16, LARS.")] = None,
     out: Annotated[Path, typer.Option(help="Where run folders are made.")] = Path("runs"),
-    baseline: Annotated[bool, typer.Option(help="Train plain SGD at batch 32 beside it.")] = True,
+    baseline: Annotated[bool, typer.Option(help="Train plain SGD too, at batch 32 and at the global batch.")] = True,
+    checks: Annotated[bool, typer.Option(help="Check memory, exactness and resume.")] = True,
+    seed: Annotated[int, typer.Option(min=0, help="First weights, order, and which fifth is held out.")] = 0,
+    resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder, as it was begun.")] = None,
 ) -> None:
-    """Train a small residual network on handwritten digits with a large batch."""
-    from fleetx.demo import run_demo
+    """Train a small residual network on handwritten digits with a large batch, and check what FleetX promises."""
+    from fleetx.demo.command import resume_demo, run_demo
 
+    if resume is not None:
+        sources = {name: context.get_parameter_source(name) for name in context.params if name != "resume"}
+        if others := [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]:
+            raise typer.BadParameter(f"--resume takes all options from the folder: leave out {_as_options(others)}.")
+        sys.exit(resume_demo(resume))
     sys.exit(
         run_demo(
             workers=workers,
@@ -65,6 +74,8 @@ def train(
             strategy=strategy,
             out=out,
             baseline=baseline,
+            checks=checks,
+            seed=seed,
         )
     )
 

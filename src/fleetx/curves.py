@@ -1,53 +1,72 @@
-"""The picture of a run: its loss and its accuracy, beside those of the plain run."""
+"""The picture of runs: loss and accuracy of each, with the spread where a run was made several times."""
 
-from pathlib import Path
+import io
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
-from fleetx.runs import read_metrics
-
-OURS, PLAIN = "#0b6e99", "#d9822b"
+OURS, PLAIN, THIRD = "#0b6e99", "#d9822b", "#7a8288"
+MISSING = "no picture, since matplotlib is not installed: pip install 'fleetx[plots]'"
+Metrics = Sequence[dict[str, Any]]
 
 
-def draw_run(folder: Path, *, ours: str, plain: str | None) -> Path:
-    """Draw `run.png` from the folder's metrics; `ours` and `plain` are the labels of the two runs."""
+@dataclass(frozen=True)
+class Curve:
+    """A run by its name: the metrics of it, once for each time that it was made."""
+
+    name: str
+    color: str
+    runs: Sequence[Metrics]
+
+
+def draw_curves(curves: Sequence[Curve]) -> bytes:
+    """Draw a PNG: means over the repetitions, in a band from the least to the greatest. Needs matplotlib."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(10, 4), layout="constrained")
     FigureCanvasAgg(figure)
     loss, accuracy = figure.subplots(1, 2)
-    _draw(loss, accuracy, read_metrics(folder / "metrics.jsonl"), ours, OURS, zorder=3)
-    if plain is not None:
-        _draw(loss, accuracy, read_metrics(folder / "plain.jsonl"), plain, PLAIN, zorder=2)
+    for order, curve in enumerate(curves):
+        _draw(loss, curve, [epoch_losses(run) for run in curve.runs], zorder=9 - order)
+        _draw(accuracy, curve, [epoch_accuracies(run) for run in curve.runs], zorder=9 - order)
     loss.set(title="Training loss", xlabel="epoch", yscale="log")
     accuracy.set(title="Test accuracy", xlabel="epoch", ylim=(0.8, 1.002), yticks=[0.8, 0.85, 0.9, 0.95, 1.0])
     accuracy.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    accuracy.legend(loc="lower right", frameon=False)
+    most = max(len(curve.runs) for curve in curves)
+    title = f"mean and range of {most} seeds" if most > 1 else None
+    accuracy.legend(loc="lower right", frameon=False, title=title)
     for axes in (loss, accuracy):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
         axes.set_xlim(left=0)
-    path = folder / "run.png"
-    figure.savefig(path, dpi=130)
-    return path
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=130)
+    return picture.getvalue()
 
 
-def _draw(loss: Any, accuracy: Any, metrics: list[dict[str, Any]], label: str, color: str, zorder: int) -> None:
-    losses = _epoch_means(metrics)
-    points = [(line["epoch"] + 1, line["accuracy"]) for line in metrics if "accuracy" in line]
-    if losses:
-        loss.plot(*zip(*losses, strict=True), color=color, zorder=zorder, label=label)
-    if points:
-        text = f"{label}: {points[-1][1]:.1%}"
-        accuracy.plot(*zip(*points, strict=True), color=color, zorder=zorder, label=text)
+def _draw(axes: Any, curve: Curve, runs: Sequence[dict[int, float]], zorder: int) -> None:
+    epochs = sorted(set.intersection(*(set(run) for run in runs)))
+    values = [[run[epoch] for run in runs] for epoch in epochs]
+    places = [epoch + 1 for epoch in epochs]
+    axes.plot(places, list(map(statistics.mean, values)), color=curve.color, zorder=zorder, label=curve.name)
+    if len(runs) > 1:
+        lows, highs = list(map(min, values)), list(map(max, values))
+        axes.fill_between(places, lows, highs, color=curve.color, alpha=0.15, linewidth=0, zorder=zorder - 5)
 
 
-def _epoch_means(metrics: list[dict[str, Any]]) -> list[tuple[int, float]]:
+def epoch_losses(metrics: Metrics) -> dict[int, float]:
     """The mean loss of each epoch, weighted by samples where these are known."""
     sums: dict[int, tuple[float, float]] = {}
     for line in metrics:
-        if "loss" in line:
+        if line.get("loss") is not None:
             weight = line.get("samples") or 1
             total, count = sums.get(line["epoch"], (0.0, 0.0))
             sums[line["epoch"]] = (total + line["loss"] * weight, count + weight)
-    return [(epoch + 1, total / count) for epoch, (total, count) in sums.items()]
+    return {epoch: total / count for epoch, (total, count) in sums.items()}
+
+
+def epoch_accuracies(metrics: Metrics) -> dict[int, float]:
+    """The test accuracy after each epoch."""
+    return {line["epoch"]: line["accuracy"] for line in metrics if "accuracy" in line}

@@ -1,32 +1,32 @@
-"""The job of `fleetx train`: a residual network on handwritten digits, with a large batch.
+"""A residual network on handwritten digits: with FleetX and a large batch, and with plain torch.
 
-Run by each worker. What it needs of FleetX is in `train_worker`; the rest is an ordinary training script.
+What a training script needs of FleetX is in `Training`; the rest is ordinary torch code.
 """
 
-import argparse
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim.lr_scheduler import LRScheduler
 
 import fleetx as X
 from fleetx import fleet
 from fleetx.applications.resnet_small import SmallResnet
-from fleetx.console import TrainingProgress
-from fleetx.data import Digits, ShardedBatches, load_digits
-from fleetx.optim.schedules import as_scheduler, linear_warmup, polynomial_decay
-from fleetx.runs import MetricsLog
+from fleetx.data import Digits, Loader, ShardedBatches, load_digits
+from fleetx.data.digits import FOLDS
+from fleetx.optim.schedules import Schedule, as_scheduler, cosine_decay, linear_warmup, polynomial_decay
+from fleetx.outcome import Outcome
 
 EPOCHS = 40
 GLOBAL_BATCH = 512
-PEAK_LR = 1.0
+MICRO_BATCHES = 4
 WARMUP_EPOCHS = 5
-SEED = 7
+LARS_LR, LAMB_LR, SGD_LR = 1.0, 0.02, 0.2
+WEIGHT_DECAY = 5e-4
 
 
 def default_strategy() -> X.DistributedStrategy:
@@ -35,62 +35,116 @@ def default_strategy() -> X.DistributedStrategy:
     strategy.amp = True
     strategy.amp_configs = {"dtype": "bfloat16"}
     strategy.gradient_merge = True
-    strategy.gradient_merge_configs = {"k_steps": 4, "avg": True}
+    strategy.gradient_merge_configs = {"k_steps": MICRO_BATCHES, "avg": True}
     strategy.lars = True
     strategy.lars_configs = {"lars_coeff": 0.01, "exclude_from_weight_decay": ["batch_norm", "bias"]}
     return strategy
 
 
-def train_worker(strategy: X.DistributedStrategy, folder: Path, *, epochs: int, global_batch: int) -> None:
-    """Train on this worker's part of the digits; the first worker reports and saves."""
-    fleet.init()
-    first = fleet.is_first_worker()
-    torch.manual_seed(SEED)
-    digits = load_digits()
-    batches = ShardedBatches(
-        len(digits.train_labels),
-        global_batch,
-        rank=fleet.worker_index(),
-        workers=fleet.worker_num(),
-        seed=SEED,
-    )
-    moves = torch.Generator().manual_seed(SEED + fleet.worker_index())
-    windows = epochs * len(batches)
-    warmup = min(WARMUP_EPOCHS, epochs // 4) * len(batches)
+def digits_of(seed: int) -> Digits:
+    """The digits of a run: each of five seeds in a row tests with another fifth."""
+    return load_digits(seed % FOLDS)
 
-    model = fleet.distributed_model(SmallResnet(), strategy)
-    inner = wrapped_optimizer(model, strategy)
-    decay = polynomial_decay(inner.param_groups[0]["lr"], windows - warmup, power=2.0)
-    scheduler = as_scheduler(inner, linear_warmup(decay, warmup))
-    optimizer = fleet.distributed_optimizer(inner, strategy, scheduler=scheduler)
-    step = X.Step(model, optimizer, functional.cross_entropy)
 
-    if first:
-        strategy.save(folder / "strategy.toml")
-        print(optimizer.overview(), flush=True)
-    with (
-        MetricsLog(folder / "metrics.jsonl", enabled=first) as log,
-        TrainingProgress(windows, enabled=first) as bar,
-    ):
-        for epoch in range(epochs):
-            model.train()
-            for indices in batches.epoch(epoch):
-                out = step((shifted(digits.train_images[indices], moves), digits.train_labels[indices]))
-                log.window(epoch, out)
-                bar.advance(out)
-            if first:
-                accuracy = evaluate(model, digits)
-                log.accuracy(epoch, accuracy)
-                bar.accuracy = accuracy
-    if first:
-        save_file(model.state_dict(), folder / "weights.safetensors")
+class Training:
+    """The run with FleetX on this worker, one update at a time."""
+
+    def __init__(self, strategy: X.DistributedStrategy, *, epochs: int, global_batch: int, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.digits = digits_of(seed)
+        count = len(self.digits.train_labels)
+        batches = ShardedBatches(count, global_batch, seed=seed)
+        self.updates_in_all = epochs * len(batches)
+        self.updates = 0
+        self.loader = Loader(range(count), batches, collate=torch.tensor)
+        self.moves = torch.Generator().manual_seed(seed + fleet.worker_index())
+        self.model = fleet.distributed_model(SmallResnet(), strategy)
+        inner = wrapped_optimizer(self.model, strategy)
+        schedule = large_batch_schedule(inner.param_groups[0]["lr"], epochs, len(batches))
+        self.optimizer = fleet.distributed_optimizer(inner, strategy, scheduler=as_scheduler(inner, schedule))
+        self.step = X.Step(self.model, self.optimizer, functional.cross_entropy)
+
+    def rest(self) -> Generator[tuple[int, Outcome]]:
+        """Make the updates that are left, and give the epoch and the outcome of each."""
+        images, labels = self.digits.train_images, self.digits.train_labels
+        while self.updates < self.updates_in_all:
+            epoch = self.loader.epoch
+            self.model.train()
+            for indices in self.loader:
+                out = self.step((shifted(images[indices], self.moves), labels[indices]))
+                self.updates += 1
+                yield epoch, out
+
+
+def large_batch_schedule(lr: float, epochs: int, updates_in_epoch: int) -> Schedule:
+    """A linear warm-up, then a decay along a parabola."""
+    warmup = min(WARMUP_EPOCHS, epochs // 4) * updates_in_epoch
+    return linear_warmup(polynomial_decay(lr, epochs * updates_in_epoch - warmup, power=2.0), warmup)
 
 
 def wrapped_optimizer(model: nn.Module, strategy: X.DistributedStrategy) -> torch.optim.Optimizer:
     """What the strategy's LARS or LAMB takes the place of; SGD where it has neither."""
     if strategy.lamb:
-        return torch.optim.Adam(model.parameters(), lr=0.02)
-    return torch.optim.SGD(model.parameters(), lr=PEAK_LR if strategy.lars else 0.2, momentum=0.9)
+        return torch.optim.Adam(model.parameters(), lr=LAMB_LR)
+    if strategy.lars:
+        return torch.optim.SGD(model.parameters(), lr=LARS_LR, momentum=0.9)
+    return torch.optim.SGD(model.parameters(), lr=SGD_LR, momentum=0.9, weight_decay=WEIGHT_DECAY)
+
+
+@dataclass(frozen=True)
+class PlainRun:
+    """A run of plain torch to compare with: SGD with momentum in fp32, one process, no micro-batches."""
+
+    batch: int
+    lr: float
+    schedule: Callable[[float, int, int], Schedule]
+
+    @property
+    def name(self) -> str:
+        """How files and tables call it."""
+        return f"SGD, batch {self.batch:,}"
+
+
+def small_batch_run() -> PlainRun:
+    """What one would do without a large batch."""
+    return PlainRun(32, 0.05, lambda lr, epochs, updates: cosine_decay(lr, epochs * updates))
+
+
+def large_batch_run(global_batch: int) -> PlainRun:
+    """The large batch with the schedule of FleetX's run, and without LARS."""
+    return PlainRun(global_batch, SGD_LR, large_batch_schedule)
+
+
+class PlainTraining:
+    """A plain run: the same network, digits and first weights as `Training` with the same seed."""
+
+    def __init__(self, run: PlainRun, *, epochs: int, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.digits, self.model = digits_of(seed), SmallResnet()
+        self._epochs = epochs
+        self._batches = ShardedBatches(len(self.digits.train_labels), run.batch, rank=0, workers=1, seed=seed)
+        self._moves = torch.Generator().manual_seed(seed)
+        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=run.lr, momentum=0.9, weight_decay=WEIGHT_DECAY)
+        self._scheduler = as_scheduler(self._optimizer, run.schedule(run.lr, epochs, len(self._batches)))
+
+    def updates(self) -> Generator[tuple[int, bool, float, int]]:
+        """Make all updates, and give of each the epoch, whether it is the epoch's last, the loss and the samples."""
+        threads = FastestThreads()
+        for epoch in range(self._epochs):
+            self.model.train()
+            for number, indices in enumerate(self._batches.epoch(epoch), 1):
+                with threads.update():
+                    loss = self._update(indices, self._scheduler)
+                yield epoch, number == len(self._batches), loss, len(indices)
+
+    def _update(self, indices: Tensor, scheduler: LRScheduler) -> float:
+        images = shifted(self.digits.train_images[indices], self._moves)
+        loss = functional.cross_entropy(self.model(images), self.digits.train_labels[indices])
+        self._optimizer.zero_grad()
+        loss.backward()
+        self._optimizer.step()
+        scheduler.step()
+        return loss.item()
 
 
 class FastestThreads:
@@ -117,32 +171,6 @@ class FastestThreads:
             torch.set_num_threads(self._before)
 
 
-def train_plain(log: MetricsLog, *, epochs: int, batch: int = 32, lr: float = 0.05) -> float:
-    """The same network by plain torch: SGD with momentum, small batch, fp32, one process. Gives its accuracy."""
-    torch.manual_seed(SEED)
-    digits, model = load_digits(), SmallResnet()
-    batches = ShardedBatches(len(digits.train_labels), batch, seed=SEED)
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=5e-4)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(batches))
-    moves = torch.Generator().manual_seed(SEED)
-    accuracy, threads = 0.0, FastestThreads()
-    for epoch in range(epochs):
-        model.train()
-        losses = []
-        for indices in batches.epoch(epoch):
-            with threads.update():
-                images = shifted(digits.train_images[indices], moves)
-                loss = functional.cross_entropy(model(images), digits.train_labels[indices])
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                scheduler.step()
-                losses.append(loss.item())
-        accuracy = evaluate(model, digits)
-        log.accuracy(epoch, accuracy, loss=sum(losses) / len(losses))
-    return accuracy
-
-
 def shifted(images: Tensor, generator: torch.Generator) -> Tensor:
     """Each image moved by up to one pixel in each direction."""
     padded = functional.pad(images, (1, 1, 1, 1))
@@ -153,23 +181,9 @@ def shifted(images: Tensor, generator: torch.Generator) -> Tensor:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, digits: Digits) -> float:
-    """The share of test digits that the model names correctly."""
+    """The share of test digits that the model names correctly. Leaves the model in the mode it finds."""
+    was_training = model.training
     model.eval()
     guesses = model(digits.test_images).argmax(dim=1)
+    model.train(was_training)
     return (guesses == digits.test_labels).float().mean().item()
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """What each worker runs; `fleetx train` gives the arguments."""
-    parser = argparse.ArgumentParser(prog="python -m fleetx.applications.digits", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="the run folder")
-    parser.add_argument("--strategy", type=Path, help="a strategy saved as TOML")
-    parser.add_argument("--epochs", type=int, default=EPOCHS)
-    parser.add_argument("--global-batch", type=int, default=GLOBAL_BATCH)
-    options = parser.parse_args(arguments)
-    strategy = X.DistributedStrategy.load(options.strategy) if options.strategy else default_strategy()
-    train_worker(strategy, options.out, epochs=options.epochs, global_batch=options.global_batch)
-
-
-if __name__ == "__main__":
-    main()
