@@ -10,7 +10,7 @@ TWO := -n 2 --dist loadgroup
 .PHONY: help run test test-middle test-shard test-full test-load chaos lint format bench clean
 
 help:
-	@echo "make run        train a residual network on handwritten digits, two workers, global batch 512"
+	@echo "make run        train on handwritten digits with two workers, and check what FleetX promises"
 	@echo "make test       lint, types and the fast tests (up to 3 minutes)"
 	@echo "make test-middle, test-shard   what CI runs after it: whole jobs and breadth; a part of the slow tests"
 	@echo "make test-full  everything, GPU tests where there is a GPU; goes on where it was interrupted"
@@ -61,6 +61,7 @@ clean:
 # The stamp is written last, so an interrupted install is done again.
 $(VENV)/.ready: pyproject.toml requirements/run.txt requirements/dev.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"FleetX needs Python 3.11 or newer, this is {v[0]}.{v[1]}: make PYTHON=python3.11 ...")'
+	@echo "Installing into $(VENV) (about a minute) ..."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --requirement requirements/dev.txt
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .

@@ -239,3 +239,10 @@ class TestRefusals:
         assert "there is no settings.json" in refused("--resume", tmp_path)
         said = refused("--resume", tmp_path, "--epochs", 3, "--no-checks")
         assert "leave out --epochs, --checks" in said
+
+
+def test_installing_is_announced_first(tmp_path):
+    done = subprocess.run(
+        ["make", "-n", "run", f"VENV={tmp_path}/venv"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.index("Installing into") < done.stdout.index("-m venv") < done.stdout.index("pip install")
