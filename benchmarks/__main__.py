@@ -73,6 +73,27 @@ def reduce_command(
     _show(f"One update: {figures['what']}", ("loop", "ms", "speed"), rows, path)
 
 
+@app.command("digits")
+def digits_command(
+    out: Annotated[Path, typer.Option(help="Where results are saved.")] = RESULTS / "digits",
+    picture: Annotated[Path, typer.Option(help="Where the picture is saved.")] = Path("docs/images/digits.png"),
+    seeds: Annotated[int, typer.Option(min=2, help="How often each run is made.")] = 5,
+    redraw: Annotated[bool, typer.Option("--redraw", help="Only draw what was saved.")] = False,
+) -> None:
+    """The runs of `fleetx train` with several seeds: accuracy at a large and a small batch."""
+    from benchmarks import digits
+    from benchmarks.report.tables import digits_rows
+    from fleetx.results import save_result
+
+    path = out / "seeds.json"
+    if not redraw:
+        path = save_result("seeds", digits.measure(seeds), out)
+    result = json.loads(path.read_text(encoding="utf-8"))
+    picture.write_bytes(digits.draw(result))
+    heads, rows = digits_rows(result)
+    _show("Test accuracy over all seeds", heads, rows, path)
+
+
 @app.command("train")
 def train_command(
     out: Annotated[Path, typer.Option(help="Where results are saved.")] = RESULTS,

@@ -5,9 +5,10 @@ import pytest
 from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
+from benchmarks import digits
 from benchmarks.__main__ import app
 from benchmarks.report.batches import draw_batches
-from benchmarks.report.tables import TABLES, fill_in
+from benchmarks.report.tables import TABLES, digits_rows, fill_in
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -80,3 +81,25 @@ def test_a_plan_that_needed_the_allocators_limit_is_not_shown():
     assert "| bert_large in 32 GiB |" in TABLES["plan"][1](result)
     result["cases"]["bert_large in 32 GiB"]["runs"]["chosen"]["limited"] = 2**35 + 1
     assert "| bert_large in 32 GiB |" not in TABLES["plan"][1](result)
+
+
+def test_the_digits_have_a_curve_with_a_band_for_each_run(monkeypatch):
+    drawn = []
+    savefig = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *args, **more: (drawn.append(figure), savefig(figure, *args, **more))
+    )
+    result = json.loads((RESULTS / "digits" / "seeds.json").read_text(encoding="utf-8"))
+    assert digits.draw(result).startswith(b"\x89PNG")
+    loss, accuracy = drawn[0].axes
+    for axes in (loss, accuracy):
+        assert [line.get_label() for line in axes.lines] == list(result["runs"])
+        assert len(axes.collections) == 3
+    curve = accuracy.lines[0].get_ydata()
+    last = [run["accuracy"] for run in next(iter(result["runs"].values()))]
+    assert curve[-1] == pytest.approx(sum(last) / len(last))
+
+
+def test_the_table_of_digits_says_mean_and_spread():
+    _, rows = digits_rows({"runs": {"SGD": [{"accuracy": accuracy} for accuracy in (0.98, 0.99, 1.0)]}})
+    assert rows == [("SGD", "99.00%", "98.0% to 100.0%", "1.00")]
