@@ -7,7 +7,6 @@ over the rounds of the ratio within a round.
 
 import json
 import math
-import os
 import statistics
 import sys
 import tempfile
@@ -21,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.plain_loading import IMAGE_SIZE, PlainImages, PlainText
+from fleetx.cores import cores
 from fleetx.data.imagenet import load_imagenet_from_file
 from fleetx.data.make import make_digital, make_imagenet
 from fleetx.data.text import load_digital_dataset_from_file
@@ -102,7 +102,7 @@ CASES: tuple[Images | Text, ...] = (
 
 def measure(processes: int | None = None, cases: tuple[Images | Text, ...] = CASES) -> dict[str, Any]:
     """Seconds per sample of each rival, one figure per round."""
-    processes = processes or os.cpu_count() or 1
+    processes = processes or cores().usable
     torch.set_num_threads(1)
     figures: dict[str, Any] = {}
     for case in cases:

@@ -1,7 +1,6 @@
 """Saved measurements: every raw figure, with the machine, the versions and the command that made it."""
 
 import json
-import os
 import platform
 import shlex
 import sys
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fleetx.cores import cores
 from fleetx.version import __version__
 
 
@@ -67,7 +67,7 @@ def _versions() -> dict[str, str]:
 
 def describe_machine() -> dict[str, Any]:
     """What a reader needs to know to judge a figure."""
-    machine: dict[str, Any] = {"cpu": _cpu_name(), "cores": os.cpu_count(), "system": platform.system()}
+    machine: dict[str, Any] = {"cpu": _cpu_name(), "cores": cores().usable, "system": platform.system()}
     if torch.cuda.is_available():
         machine["gpu"] = torch.cuda.get_device_name()
         machine["cuda"] = torch.version.cuda

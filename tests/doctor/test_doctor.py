@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 import fleetx
 from fleetx.cli import app
+from fleetx.cores import Cores
 from fleetx.doctor import allocator, clashes, devices, examining, space, trials
 from fleetx.doctor.command import as_text
 from fleetx.doctor.finding import Check, Report, tried
@@ -181,6 +182,16 @@ def test_a_full_disk_and_a_small_shared_memory_fail(monkeypatch):
 def test_settings_that_change_memory_are_shown(monkeypatch):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     assert allocator.allocator()["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+
+
+def test_the_cores_of_a_pinned_job_are_shown_with_what_workers_get(monkeypatch):
+    monkeypatch.setattr(devices, "cores", lambda: Cores(machine=64, affinity=8, quota=4.5))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    found = devices.devices()
+    assert found["usable cores"] == "4 of 64 (8 in the CPU set, a quota of 4.5)"
+    assert devices.worker_threads(2) == "4 for one worker, 2 for each of 2"
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert devices.devices()["fleetrun's threads"] == "7 for each worker (OMP_NUM_THREADS is set)"
 
 
 def test_facts_that_cannot_be_had_do_not_end_the_examination(no_job, monkeypatch):

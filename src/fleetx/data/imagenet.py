@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from fleetx.cores import cores
 from fleetx.data.checks import whole_number
 from fleetx.data.cropping import DECODING_ERRORS, read_train, read_val
 from fleetx.data.loader import Loader, Loading, check_loading, check_on_error
@@ -160,10 +161,8 @@ def collate_images(samples: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
 
 
 def default_loading_processes() -> int:
-    """The cores of this machine, shared by the workers on it."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, min(MOST_LOADING_PROCESSES, cores // here))
+    """The cores that this job may use, shared by the workers on this machine."""
+    return min(MOST_LOADING_PROCESSES, cores().share(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def _parse(line: bytes, classes: int) -> tuple[bytes, int]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from fleetx.cores import cores
 from fleetx.planner.link import bandwidth
 from fleetx.results import describe_machine
 from fleetx.units import format_bytes
@@ -19,9 +20,23 @@ def all_devices() -> list[torch.device]:
 
 def devices() -> dict[str, Any]:
     """Of each device what it is and has."""
-    cpu = f"{describe_machine()['cpu']}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads"
-    found: dict[str, Any] = {"cpu": cpu, "host memory": host_memory()}
-    return found | {str(device): _gpu(device) for device in all_devices() if device.type == "cuda"}
+    gpus = [device for device in all_devices() if device.type == "cuda"]
+    found: dict[str, Any] = {
+        "cpu": describe_machine()["cpu"],
+        "usable cores": str(cores()),
+        "torch threads": torch.get_num_threads(),
+        "fleetrun's threads": worker_threads(max(2, len(gpus))),
+        "host memory": host_memory(),
+    }
+    return found | {str(device): _gpu(device) for device in gpus}
+
+
+def worker_threads(workers: int) -> str:
+    """How many threads torch gets in the workers that fleetrun starts here."""
+    given = os.environ.get("OMP_NUM_THREADS")
+    if given is not None:
+        return f"{given} for each worker (OMP_NUM_THREADS is set)"
+    return f"{cores().usable} for one worker, {cores().share(workers)} for each of {workers}"
 
 
 def host_memory() -> str:

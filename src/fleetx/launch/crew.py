@@ -18,6 +18,7 @@ from typing import Any
 from fleetx import boxes
 from fleetx.comm import beats
 from fleetx.comm.beats import Beat
+from fleetx.cores import cores
 from fleetx.launch import hatch, worker
 from fleetx.launch.ending import Ending
 from fleetx.launch.logs import Relay, WorkerLog
@@ -186,8 +187,7 @@ class Crew:
         with theirs:
             environment = os.environ | self.settings.environment
             # Workers that each start a thread per core would fight over the cores.
-            threads = max(1, (os.cpu_count() or 1) // self.settings.workers)
-            environment.setdefault("OMP_NUM_THREADS", str(threads))
+            environment.setdefault("OMP_NUM_THREADS", str(cores().share(self.settings.workers)))
             # Worth its time where more than one worker is going to be made.
             warm = ["warm"] if self.settings.warm and not self.settings.fresh else []
             self._nursery = subprocess.Popen(

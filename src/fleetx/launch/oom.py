@@ -3,8 +3,10 @@
 import re
 from pathlib import Path
 
+from fleetx.control_groups import group_folders, read_text
+
 _PROC = Path("/proc")
-_CGROUPS = Path("/sys/fs/cgroup")
+_FILES = ("memory.events", "memory.oom_control")  # of versions 2 and 1
 
 
 class OutOfMemory:
@@ -24,24 +26,10 @@ class OutOfMemory:
 
 def _counters(pid: int | str) -> list[tuple[Path, str]]:
     """Files that count, with the word before the number: of the whole machine, and of the groups of the process."""
-    found = [(_PROC / "vmstat", "oom_kill")]
-    for line in _read(_PROC / str(pid) / "cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        group = path.lstrip("/")
-        if controllers == "":  # version 2; beside version 1 it may be mounted under another name
-            found += [(root / group / "memory.events", "oom_kill") for root in (_CGROUPS, _CGROUPS / "unified")]
-        elif "memory" in controllers.split(","):
-            found.append((_CGROUPS / "memory" / group / "memory.oom_control", "oom_kill"))
-    return found
+    groups = [folders[0] for folders in group_folders("memory", pid, _PROC)]
+    return [(file, "oom_kill") for file in (_PROC / "vmstat", *(group / name for group in groups for name in _FILES))]
 
 
 def _number(file: Path, key: str) -> int | None:
-    match = re.search(rf"^{key} (\d+)$", _read(file), re.MULTILINE)
+    match = re.search(rf"^{key} (\d+)$", read_text(file), re.MULTILINE)
     return int(match.group(1)) if match else None
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except OSError:  # not this kernel, or not for us to see
-        return ""
