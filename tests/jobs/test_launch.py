@@ -480,6 +480,21 @@ def test_workers_can_save_when_the_terminal_is_closed(script, tmp_path):
 
 
 @pytest.mark.middle
+def test_the_log_folder_of_a_job_is_its_own_until_it_ends_and_free_when_its_launcher_is_killed(script, tmp_path):
+    path = script(POLITE)
+    job = Running(path, tmp_path, "--job_id", "first")
+    job.wait_for_workers()
+    refused = start(path, tmp_path / "other", check=False, options=["--log_dir", tmp_path / "log"])
+    assert refused.returncode == 1
+    assert f"is in use by another job (job first, process {job.launcher.pid} on " in refused.stderr
+    assert not list(tmp_path.glob("other*"))
+    job.launcher.kill()
+    job.end()
+    path.write_text("print('runs')")
+    assert "[worker 0] runs" in start(path, options=["--log_dir", tmp_path / "log"]).stdout
+
+
+@pytest.mark.middle
 def test_what_workers_have_started_ends_with_a_nursery_that_is_killed(script, tmp_path):
     job = Running(script(STUBBORN), tmp_path)
     job.wait_for_workers()

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from fleetx.launch.banner import configuration
 from fleetx.launch.crew import Crew, CrewSettings
+from fleetx.launch.folder_lock import locked
 from fleetx.launch.gathering import Gathering
 from fleetx.launch.job import Job, JobSettings
 from fleetx.launch.joining import join
@@ -42,9 +43,13 @@ def run(options: Options) -> int:
         fresh=options.fresh_workers,
         warm=options.workers > 1 or options.max_restart > 0,
     )
+    job = _job(options)
     try:
         require_folder(options.log_dir)
-        return _run_alone(crew, _job(options)) if options.alone else _run_among_many(options, crew)
+        if options.alone:
+            with locked(options.log_dir, f"job {job.job_id}", crew.host):
+                return _run_alone(crew, job)
+        return _run_among_many(options, crew, job)
     except (LaunchError, ValueError) as error:
         say(str(error))
         return 1
@@ -68,16 +73,16 @@ def _run_alone(settings: CrewSettings, job: JobSettings) -> int:
         return Job(job, Roster(crew), stopping).run()
 
 
-def _run_among_many(options: Options, settings: CrewSettings) -> int:
+def _run_among_many(options: Options, settings: CrewSettings, job: JobSettings) -> int:
     secret = read_secret(options.secret_file)
     assert options.master is not None
     master = (resolved("--master", options.master[0]), options.master[1])
     leads = options.rank == 0 or (options.rank is None and is_here(master[0]))
     require_reachable(options.master[0], master[0])
-    with Stopping().listening() as stopping:
+    name = f"the job that meets at {master[0]}:{master[1]}"
+    with locked(options.log_dir, name, settings.host, is_shared=True), Stopping().listening() as stopping:
         if not leads:
             return _follow(options, settings, master, secret, stopping)
-        job = _job(options)
         gathering = Gathering(*master, secret, job.job_id)
         own = Crew(settings, master[0], interface_of(master[0]))
         roster = Roster(
