@@ -10,6 +10,7 @@ import typer
 
 from fleetx.doctor.command import doctor_command
 from fleetx.planner.command import plan_command
+from fleetx.standard_streams import run_command
 from fleetx.version import __version__
 
 app = typer.Typer(
@@ -27,7 +28,7 @@ app.command("doctor")(doctor_command)
 
 def main() -> None:
     """The entry point of the `fleetx` command."""
-    app()
+    run_command("fleetx", app)
 
 
 def _version(wanted: bool) -> None:
@@ -125,9 +126,18 @@ def data_make(
         raise typer.BadParameter(
             f"{folder} is not empty: name another folder, or add --overwrite to replace what was made there."
         ) from None
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        raise typer.BadParameter(_unwritten(folder, error)) from None
+    except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     print(*(made if isinstance(made, tuple) else [made]), sep="\n")
+
+
+def _unwritten(folder: Path, error: OSError) -> str:
+    """What the system says, with a remedy; errors of our own have one."""
+    if error.strerror is None:
+        return str(error)
+    return f"{error.filename or folder} cannot be written ({error.strerror}): name a folder where you may write."
 
 
 def _as_options(names: Iterable[str]) -> str:

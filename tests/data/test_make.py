@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner
 
@@ -79,6 +81,18 @@ def test_the_command_refuses_sizes_of_another_format(tmp_path):
     assert "idx has no --seq-len: its sizes are --images, --classes, --size." in done.output
     assert run("idx", tmp_path / "x", "--images", "many").exit_code == 2
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), OSError(28, "No space left on device")])
+def test_a_folder_that_cannot_be_written_is_named_in_one_sentence(tmp_path, monkeypatch, error):
+    def fails(*_, **__):
+        raise error
+
+    monkeypatch.setattr(Path, "mkdir", fails)
+    done = run("idx", tmp_path / "x")
+    assert done.exit_code == 2
+    said = f"x cannot be written ({error.strerror}): name a folder where you may write."
+    assert said in " ".join(done.output.replace("│", " ").split())
 
 
 def test_bad_arguments(tmp_path):

@@ -519,3 +519,35 @@ with multiprocessing.get_context("fork").Pool(2) as pool:
 def test_processes_that_a_script_forks_still_die_of_signals(script):
     done = start(script(POOL), timeout=60)
     assert done.returncode == 0  # and nobody is said to have been asked to leave
+
+
+SPEAKS = """
+print("caf\\u00e9")
+raise SystemExit(3)
+"""
+
+
+@pytest.mark.middle
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("| true; exit ${PIPESTATUS[0]}", None),
+        (">&-", "fleetrun: the standard output cannot be written (Bad file descriptor): nothing more is shown, the"),
+        ("> /dev/full", "fleetrun: the standard output cannot be written (No space left on device): nothing more is"),
+    ],
+)
+def test_a_job_goes_on_when_nobody_can_see_it(script, tmp_path, how, said):
+    command = [sys.executable, "-m", "fleetx.launch", "--log_dir", str(tmp_path / "log")]
+    done = subprocess.run(
+        ["bash", "-c", f'"$@" {how}', "bash", *command, str(script(SPEAKS))],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 3
+    lines = done.stderr.splitlines()
+    assert [line.startswith(said) for line in lines[:1]] == [True] if said else "standard output" not in done.stderr
+    assert lines[-1].startswith("fleetrun: worker 0 failed with exit code 3 (host ")
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "log" / "workerlog.0").read_text() == "caf\\xe9\n"

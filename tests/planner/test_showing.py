@@ -309,7 +309,15 @@ def test_what_cannot_be_written_is_told_after_the_plan(app, maker, tmp_path, mon
     done = runner.invoke(app, [maker, "--no-bf16", "--memory", "1MiB", "--out", str(tmp_path / "plan.json")])
     assert done.exit_code == 2
     assert "Plan for" in done.stdout
-    assert "it could not be written: no space left on the device." in done.stderr
+    assert "plan.json could not be written: no space left on the device." in done.stderr
+
+
+@pytest.mark.middle
+def test_a_plan_is_saved_though_it_cannot_be_printed(app, maker, tmp_path, monkeypatch):
+    monkeypatch.setattr(Plan, "__str__", full)
+    done = runner.invoke(app, [maker, "--no-bf16", "--memory", "1MiB", "--out", str(tmp_path / "plan.json")])
+    assert isinstance(done.exception, OSError)
+    assert Plan.load(tmp_path / "plan.json").k_steps
 
 
 def full(*_):

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 
 from fleetx.launch.options import parse
 from fleetx.launch.run import run
+from fleetx.standard_streams import run_command
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Start the workers and exit as they do."""
-    sys.exit(run(parse(arguments)))
+    run_command("fleetrun", lambda: sys.exit(run(parse(arguments))))
 
 
 if __name__ == "__main__":

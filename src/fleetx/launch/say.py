@@ -1,10 +1,11 @@
 """The launcher's own words."""
 
-import contextlib
-import os
+import errno
 import sys
 from collections.abc import Iterable
 from typing import TextIO
+
+from fleetx.standard_streams import silence
 
 
 class LaunchError(Exception):
@@ -33,13 +34,7 @@ def show(text: str, console: TextIO) -> None:
     try:
         console.write(text)
         console.flush()
-    except (OSError, ValueError):
-        _turn_off(console)
-
-
-def _turn_off(console: TextIO) -> None:
-    """Let what is still to come go nowhere, so that it does not fail again, nor when Python ends."""
-    with contextlib.suppress(OSError, ValueError):  # no file of the system, or closed
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, console.fileno())
-        os.close(nowhere)
+    except (OSError, ValueError) as error:
+        silence(console)
+        if console is sys.stdout and isinstance(error, OSError) and error.errno != errno.EPIPE:
+            say(f"the standard output cannot be written ({error.strerror}): nothing more is shown, the job goes on.")

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from fleetx.comm import beats
-from fleetx.launch.output import forgive_full_disks
+from fleetx.launch.output import forgive_lost_output
 
 # Where a worker leaves word of how its script ended, and where it writes its stack when asked.
 REPORT = "FLEETX_REPORT"
@@ -47,7 +47,7 @@ def run(command: Sequence[str]) -> None:
     """Run the script, or `-m module`, as if Python had been started with it. The environment is complete by now."""
     ours = fleet_environment(os.environ)
     os.environ.update(ours)
-    forgive_full_disks()
+    forgive_lost_output()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)  # what a worker has printed is in its log, however it ends

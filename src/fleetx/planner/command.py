@@ -15,6 +15,7 @@ import typer
 if TYPE_CHECKING:
     import torch
 
+    from fleetx.planner import Plan
     from fleetx.planner.fitting import Words
 
 _SLOW = (
@@ -54,7 +55,6 @@ def plan_command(
     import torch
 
     from fleetx import planner
-    from fleetx.planner.picture import draw_plan
     from fleetx.planner.samples import APPLICATIONS, application
 
     if (maker is None) == (app is None):
@@ -97,16 +97,28 @@ def plan_command(
             cached=cached,
             words=_words(),
         )
+    unsaved = _unsaved(plan, out, picture)  # before the text, which may not be possible to print
     typer.echo(plan.to_json() if json else str(plan))
+    if unsaved:
+        typer.echo(unsaved, err=True)
+        raise typer.Exit(2)
+
+
+def _unsaved(plan: "Plan", out: Path | None, picture: Path | None) -> str:
+    """Write the files that were asked for; gives what is to be said of one that could not be written."""
+    path = out
     try:
         if out is not None:
             plan.save(out)
             typer.echo(f"saved: {out}", err=True)
         if picture is not None:
+            from fleetx.planner.picture import draw_plan
+
+            path = picture
             typer.echo(f"drawn: {draw_plan(plan, picture)}", err=True)
     except OSError as error:
-        typer.echo(f"it could not be written: {error}.", err=True)
-        raise typer.Exit(2) from error
+        return f"{path} could not be written: {error.strerror or error}."
+    return ""
 
 
 @contextmanager
