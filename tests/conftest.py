@@ -9,6 +9,11 @@ pytest_plugins = ["tests.selection"]
 
 torch.set_num_threads(1)
 
+if " " in torch.__file__:  # a checkout in such a folder: some tests compile without FleetX, which would do this
+    from fleetx.compiler_paths import check_compiler_paths
+
+    check_compiler_paths()
+
 
 @pytest.fixture(autouse=True)
 def _fp32_by_default():

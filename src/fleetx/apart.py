@@ -8,11 +8,15 @@ from typing import Any
 
 import torch
 
+from fleetx.compiler_paths import check_compiler_paths
+
 _numbers = itertools.count()
 
 
 def compiled_apart(function: Callable[..., Any], mode: str | None = None) -> Callable[..., Any]:
     """The function compiled by itself: torch keeps compilations by code object, and stops after the eighth of one."""
+
+    check_compiler_paths()
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)

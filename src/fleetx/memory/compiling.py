@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from fleetx.compiler_paths import check_compiler_paths
 from fleetx.memory.dear import is_dear
 from fleetx.memory.sizes import Copies, sizes_of
 
@@ -49,6 +50,8 @@ class SharedCompilations:
     """
 
     def __init__(self, **options: Any) -> None:
+        if options.get("backend", "inductor") == "inductor":
+            check_compiler_paths()
         from torch._dynamo import exc  # only now, as it takes seconds: and now, so that all hooks are shielded
 
         self.options = options
