@@ -194,6 +194,14 @@ def test_the_cores_of_a_pinned_job_are_shown_with_what_workers_get(monkeypatch):
     assert devices.devices()["fleetrun's threads"] == "7 for each worker (OMP_NUM_THREADS is set)"
 
 
+def test_a_containers_limit_of_memory_is_shown(tmp_path, monkeypatch):
+    (tmp_path / "memory.max").write_text("max\n")
+    monkeypatch.setattr(devices, "group_folders", lambda _: [[tmp_path]])
+    assert "limited" not in devices.host_memory()
+    (tmp_path / "memory.max").write_text(f"{2**20}\n")
+    assert devices.host_memory().endswith("available, limited to 1 MiB by a control group")
+
+
 def test_facts_that_cannot_be_had_do_not_end_the_examination(no_job, monkeypatch):
     def broken():
         raise RuntimeError("the driver is too old")

@@ -1,11 +1,13 @@
 """Which devices there are, how much memory they have, and how fast bytes travel between them and the host."""
 
 import os
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fleetx.control_groups import group_folders, read_text
 from fleetx.cores import cores
 from fleetx.planner.link import bandwidth
 from fleetx.results import describe_machine
@@ -40,13 +42,17 @@ def worker_threads(workers: int) -> str:
 
 
 def host_memory() -> str:
-    """How much there is, and how much of it is free."""
+    """How much there is, how much of it is free, and how much a container may use."""
     info = Path("/proc/meminfo")
     if not info.exists():
         return "unknown"
     lines = dict(line.split(":", 1) for line in info.read_text(encoding="utf-8").splitlines())
     total, free = (int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-    return f"{format_bytes(total)}, {format_bytes(free)} available"
+    folders = chain.from_iterable(group_folders("memory"))
+    limits = [read_text(folder / name) for folder in folders for name in ("memory.max", "memory.limit_in_bytes")]
+    limit = min((int(text) for text in limits if text.strip().isdecimal()), default=total)
+    limited = f", limited to {format_bytes(limit)} by a control group" if limit < total else ""
+    return f"{format_bytes(total)}, {format_bytes(free)} available{limited}"
 
 
 def _gpu(device: torch.device) -> str:

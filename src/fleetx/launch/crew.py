@@ -25,7 +25,7 @@ from fleetx.launch.logs import Relay, WorkerLog
 from fleetx.launch.nursery import MOST_BYTES, Orders
 from fleetx.launch.oom import OutOfMemory
 from fleetx.launch.output import TROUBLE
-from fleetx.launch.say import say, show
+from fleetx.launch.say import LaunchError, say, show
 from fleetx.launch.stacks import Stack, is_stopped, read_stack
 
 CONSOLE_NAME = "[worker 0] "
@@ -78,7 +78,7 @@ class Crew:
         self.settings = settings
         self.address = address
         self.interface = interface
-        self._scratch = Path(tempfile.mkdtemp(prefix="fleetrun-"))
+        self._scratch = _temporary_folder()
         self._beats = beats.BeatReader(self._scratch / "beats", settings.workers)
         self._nursery: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -183,20 +183,25 @@ class Crew:
     # Starting ------------------------------------------------------------------------------------------
 
     def _start_nursery(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            environment = os.environ | self.settings.environment
-            # Workers that each start a thread per core would fight over the cores.
-            environment.setdefault("OMP_NUM_THREADS", str(cores().share(self.settings.workers)))
-            # Worth its time where more than one worker is going to be made.
-            warm = ["warm"] if self.settings.warm and not self.settings.fresh else []
-            self._nursery = subprocess.Popen(
-                [sys.executable, hatch.__file__, str(os.getpid()), str(theirs.fileno()), str(self._scratch), *warm],
-                pass_fds=[theirs.fileno()],
-                env=environment,
-                start_new_session=True,  # Ctrl-C reaches the launcher alone, which passes it on
-            )
-        self._socket = ours
+        environment = os.environ | self.settings.environment
+        # Workers that each start a thread per core would fight over the cores.
+        environment.setdefault("OMP_NUM_THREADS", str(cores().share(self.settings.workers)))
+        # Worth its time where more than one worker is going to be made.
+        warm = ["warm"] if self.settings.warm and not self.settings.fresh else []
+        try:
+            self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                self._nursery = subprocess.Popen(
+                    [sys.executable, hatch.__file__, str(os.getpid()), str(theirs.fileno()), str(self._scratch), *warm],
+                    pass_fds=[theirs.fileno()],
+                    env=environment,
+                    start_new_session=True,  # Ctrl-C reaches the launcher alone, which passes it on
+                )
+        except OSError as error:
+            raise LaunchError(
+                f"the process that starts the workers cannot be started ({error.strerror}): raise the limits on open "
+                "files and processes (`ulimit -a` shows them), or free memory."
+            ) from error
         self._is_ready = False
 
     def _start_worker(self, attempt: Attempt, local: int) -> None:
@@ -338,6 +343,15 @@ class Crew:
 
     def _stack_file(self, rank: int) -> Path:
         return self._scratch / f"stack.{rank}"
+
+
+def _temporary_folder() -> Path:
+    try:
+        return Path(tempfile.mkdtemp(prefix="fleetrun-"))
+    except OSError as error:
+        raise LaunchError(
+            f"a job needs a folder for temporary files ({error.strerror}): let TMPDIR name one that can be written to."
+        ) from error
 
 
 def _word(path: Path) -> dict[str, Any]:

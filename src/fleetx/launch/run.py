@@ -28,7 +28,11 @@ def launch(command: Sequence[str], *, workers: int, environment: Mapping[str, st
     """
     show(f"{configuration({'nproc_per_node': workers, 'script': ' '.join(command)})}\n", sys.stdout)
     crew = CrewSettings(list(command), workers, host_name(), log_dir=None, environment=dict(environment or {}))
-    return _run_alone(crew, JobSettings(job_id=uuid.uuid4().hex[:8], progress_limit=0, start_limit=0))
+    try:
+        return _run_alone(crew, JobSettings(job_id=uuid.uuid4().hex[:8], progress_limit=0, start_limit=0))
+    except LaunchError as error:
+        say(str(error))
+        return 1
 
 
 def run(options: Options) -> int:
