@@ -53,6 +53,18 @@ def test_the_planner_is_there_but_not_imported_before_it_is_asked_for():
         _ = fleetx.plann
 
 
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_another_system_is_named_before_anything_else_fails(system):
+    """Not even torch is imported before, which may not be there either."""
+    elsewhere = (
+        f"import sys; sys.platform = {system!r}; sys.modules['torch'] = sys.modules['fcntl'] = None; import fleetx"
+    )
+    done = subprocess.run([sys.executable, "-c", elsewhere], capture_output=True, text=True, timeout=60)
+    assert done.stderr.splitlines()[-1] == (
+        f"ImportError: FleetX runs on Linux only, and this is {system}: use a Linux machine, a container or WSL 2."
+    )
+
+
 TIME_IMPORTS = """
 import gc, time
 gc.disable()

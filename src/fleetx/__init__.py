@@ -1,6 +1,12 @@
 """FleetX: large-batch training for PyTorch."""
 
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.platform != "linux":  # before the imports below, which fail elsewhere with errors that explain nothing
+    raise ImportError(
+        f"FleetX runs on Linux only, and this is {sys.platform}: use a Linux machine, a container or WSL 2."
+    )
 
 from fleetx import fleet, optim
 from fleetx.amp import LossScaler
