@@ -6,11 +6,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from fleetx.extras import needs_extra
+
+with needs_extra("cli", "The fleetx command"):
+    import typer
 
 from fleetx.doctor.command import doctor_command
 from fleetx.planner.command import plan_command
-from fleetx.standard_streams import run_command
 from fleetx.version import __version__
 
 app = typer.Typer(
@@ -24,11 +26,6 @@ data = typer.Typer(help="Data sets in the guide's formats.", no_args_is_help=Tru
 app.add_typer(data, name="data")
 app.command("plan")(plan_command)
 app.command("doctor")(doctor_command)
-
-
-def main() -> None:
-    """The entry point of the `fleetx` command."""
-    run_command("fleetx", app)
 
 
 def _version(wanted: bool) -> None:

@@ -46,7 +46,7 @@ def test_a_check_that_fails_is_shown_with_its_remedy_and_the_exit_code_is_one(no
     assert done.exit_code == 1
     assert "FAILED  Pillow" in done.output
     assert "OSError: decoder jpeg not available" in done.output
-    assert "pip install --force-reinstall fleetx" in done.output
+    assert "pip install --force-reinstall pillow" in done.output
     assert "1 of 10 checks failed" in done.output
 
 
@@ -229,6 +229,13 @@ def test_a_package_that_pictures_need_is_missed(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     (check,) = [one for one in trials.packages() if one.name == "matplotlib"]
     assert not check.passed
+
+
+def test_an_extra_that_is_not_installed_is_named_and_no_failure(monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    (check,) = [one for one in trials.packages() if one.name == "Pillow"]
+    assert check.passed
+    assert check.detail == "not installed; its features need: pip install 'fleetx[images]'"
 
 
 def test_without_a_gpu_there_is_no_link():

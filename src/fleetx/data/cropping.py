@@ -6,8 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
+
+from fleetx.extras import needs_extra
+
+with needs_extra("images", "Reading images"):
+    from PIL import Image
 
 AREA = (0.08, 1.0)
 RATIO = (3 / 4, 4 / 3)

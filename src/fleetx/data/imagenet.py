@@ -1,6 +1,7 @@
 """ImageNet in the guide's form: a list of `relative/path.JPEG label` lines, and the images beside it."""
 
 import codecs
+import importlib
 import os
 from collections import Counter
 from pathlib import Path
@@ -13,7 +14,6 @@ from torch.utils.data import default_collate
 
 from fleetx.cores import cores
 from fleetx.data.checks import whole_number
-from fleetx.data.cropping import DECODING_ERRORS, read_train, read_val
 from fleetx.data.loader import Loader, Loading, check_loading, check_on_error
 from fleetx.data.randomness import Epoch
 from fleetx.data.reading import OnError, SampleError
@@ -103,23 +103,27 @@ class ImageSamples:
         self.phase = phase
         self.size = size
         self.skipped = listed.skipped
+        # It needs an extra: if that is missing, raise here and not later, in a loading process.
+        importlib.import_module("fleetx.data.cropping")
 
     def __len__(self) -> int:
         return len(self.listed.labels)
 
     def sample(self, index: int, epoch: Epoch) -> tuple[Tensor, int]:
         """Bytes of shape (size, size, 3) and the label."""
+        from fleetx.data import cropping
+
         path = self.listed.root / self.listed.name(index)
         try:
             if self.phase == "train":
-                image = read_train(path, self.size, epoch.rng(index))
+                image = cropping.read_train(path, self.size, epoch.rng(index))
             else:
-                image = read_val(path, self.size)
+                image = cropping.read_val(path, self.size)
         except FileNotFoundError:
             raise SampleError(
                 "missing image", f"{self._where(index)}: there is no image {path}.", FileNotFoundError
             ) from None
-        except DECODING_ERRORS as error:
+        except cropping.DECODING_ERRORS as error:
             raise SampleError("broken image", f"{self._where(index)}: {path} cannot be decoded ({error}).") from None
         return image, int(self.listed.labels[index])
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from fleetx.data.checks import whole_number
 from fleetx.data.randomness import check_seed
 from fleetx.data.vocabulary import SPECIAL
+from fleetx.extras import needs_extra
 
 # A sentence of the made text stays on one topic, so that a second sentence shows whether it belongs to the first.
 MOST_TOPICS = 8
@@ -44,6 +44,9 @@ def make_imagenet(
     A class is a colour and a direction of stripes, under noise. Images are about `size` pixels wide, a quarter as many
     are made for validation unless `val_images` says otherwise. `overwrite` removes what was made there before.
     """
+    with needs_extra("images", "Making images"):
+        from PIL import Image
+
     _check_counts(classes=classes, images=images, size=size)
     if val_images is not None and whole_number("val_images", val_images, "None makes a quarter as many") < 0:
         raise ValueError(f"val_images must be at least 0, got {val_images}.")

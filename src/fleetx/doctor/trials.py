@@ -1,18 +1,18 @@
 """Tries what is installed: a step on each device, two workers on this machine, and the packages behind features."""
 
 import importlib
+import importlib.util
 import io
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from fleetx.doctor.finding import Check, tried
-
-_INSTALL = "install FleetX anew with its requirements: pip install --force-reinstall fleetx"
 
 
 def step_on(device: torch.device) -> Check:
@@ -70,13 +70,24 @@ def _job(seconds: int = 120) -> str:
 def packages() -> list[Check]:
     """That what reads and writes files works; and Triton, where there is a GPU for its kernels."""
     checks = [
-        tried("safetensors", _safetensors, _INSTALL),
-        tried("Pillow", _pillow, _INSTALL),
-        tried("matplotlib", _matplotlib, _INSTALL),
+        tried("safetensors", _safetensors, _reinstall("safetensors")),
+        _of_extra("Pillow", "PIL", "images", _pillow),
+        _of_extra("matplotlib", "matplotlib", "plots", _matplotlib),
     ]
     if torch.cuda.is_available():
         checks.append(tried("Triton", _triton, "install the torch build for your CUDA version, which brings Triton"))
     return checks
+
+
+def _of_extra(package: str, module: str, extra: str, attempt: Callable[[], str]) -> Check:
+    """Without the extra nothing is wrong; a package that is there must work."""
+    if importlib.util.find_spec(module) is None:
+        return Check(package, True, f"not installed; its features need: pip install 'fleetx[{extra}]'")
+    return tried(package, attempt, _reinstall(package))
+
+
+def _reinstall(package: str) -> str:
+    return f"reinstall it: pip install --force-reinstall {package.lower()}"
 
 
 def _safetensors() -> str:

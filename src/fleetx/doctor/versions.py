@@ -8,8 +8,8 @@ import torch
 
 from fleetx.version import __version__
 
-NEEDED = ("torch", "numpy", "rich", "typer", "matplotlib", "safetensors", "pillow")
-OPTIONAL = ("triton", "tokenizers", "transformers", "timm", "accelerate", "lightning")
+NEEDED = ("torch", "numpy", "rich", "safetensors")
+OPTIONAL = ("typer", "matplotlib", "pillow", "triton", "tokenizers", "transformers", "timm", "accelerate", "lightning")
 
 
 def versions() -> dict[str, Any]:

@@ -5,8 +5,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from fleetx.extras import needs_extra
+
+with needs_extra("plots", "The picture of a plan"):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
 from fleetx.curves import OURS, PLAIN
 from fleetx.planner.plan import Moment, Plan
