@@ -17,6 +17,7 @@ help:
 	@echo "make test-load  the fast and the middle tests again and again on a busy machine"
 	@echo "make chaos      disturb jobs in every way we know (about two hours, goes on where it was interrupted)"
 	@echo "make bench      measure the step and the gradient reduction; writes benchmarks/results/"
+	@echo "make release-check  build the last commit into dist/, install it into an empty environment and try it"
 	@echo "make format     put the code into its house style"
 	@echo "make clean      remove the environment and what the commands wrote"
 
@@ -50,6 +51,10 @@ lint: $(VENV)/.ready
 bench: $(VENV)/.ready
 	$(BIN)/python -m benchmarks step
 	$(BIN)/python -m benchmarks reduce
+
+.PHONY: release-check
+release-check: $(VENV)/.ready
+	$(BIN)/python scripts/release_check.py
 
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .
