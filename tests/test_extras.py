@@ -8,8 +8,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from fleetx import __main__ as command
+from fleetx.cli import app
 from fleetx.data import load_imagenet_from_file, make_idx, make_imagenet
 from fleetx.extras import MissingExtraError, needs_extra
 
@@ -48,10 +50,12 @@ def test_the_command_names_its_extra_in_one_line(without, capsys):
     )
 
 
-def test_the_picture_of_a_plan_names_its_extra(without):
+def test_the_picture_of_a_plan_names_its_extra_before_anything_is_measured(without, tmp_path):
     without("matplotlib", "fleetx.planner.picture")
-    with pytest.raises(MissingExtraError, match=r"a plan needs matplotlib, .*: pip install 'fleetx\[plots\]'\."):
-        importlib.import_module("fleetx.planner.picture")
+    picture = ["--picture", str(tmp_path / "plan.png")]
+    done = CliRunner().invoke(app, ["plan", "--app", "resnet50", "--memory", "1GiB", *picture])
+    assert isinstance(done.exception, MissingExtraError)
+    assert str(done.exception).endswith("a plan needs matplotlib, which is not installed: pip install 'fleetx[plots]'.")
 
 
 def test_images_name_their_extra_before_a_file_or_process_is_made(without, tmp_path):
