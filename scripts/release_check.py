@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 TESTS_OF_FILES = ("tests/benchmarks", "tests/test_docs.py", "tests/test_package.py")
-# What the README's first script takes for granted.
+# What the README's six lines take for granted.
 NAMES_OF_THE_README = """
 import torch
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3))
@@ -107,8 +107,9 @@ def check_wheel(wheel: Path, clone: Path, folder: Path) -> None:
     said = subprocess.run([binaries / "fleetx", "--help"], capture_output=True, text=True, cwd=empty)
     if said.returncode != 2 or "pip install 'fleetx[cli]'" not in said.stderr or said.stderr.count("\n") != 1:
         raise ReleaseError(f"without extras, fleetx must name the extra in one line, and says {said.stderr!r}.")
-    six = re.search(r"```python\n(.*?)```", (clone / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    (folder / "six.py").write_text(NAMES_OF_THE_README + (six[1] if six else ""), encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", (clone / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    (six,) = (block for block in blocks if "fleet.init()" in block)
+    (folder / "six.py").write_text(NAMES_OF_THE_README + six, encoding="utf-8")
     run(binaries / "python", folder / "six.py", cwd=empty)
     run(binaries / "fleetrun", "--nproc_per_node", "2", folder / "six.py", cwd=empty)
     run(*pip, f"fleetx[all] @ {wheel.as_uri()}")

@@ -100,7 +100,7 @@ def test_what_is_silenced_is_no_error():
 
 
 @pytest.mark.middle
-@pytest.mark.parametrize("command", ["fleetx.cli import main", "fleetx.launch.__main__ import main"])
+@pytest.mark.parametrize("command", ["fleetx.__main__ import main", "fleetx.launch.__main__ import main"])
 def test_the_commands_are_run_so(command):
     entry = f"import sys; sys.argv[1:] = ['--help']; from {command}; main()"
     with Path("/dev/full").open("w") as full:
