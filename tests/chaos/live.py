@@ -10,6 +10,7 @@ import uuid
 from pathlib import Path
 
 from tests.jobs.starting import ROOT
+from tests.waiting import GUARD, wait_for
 
 WORKER = ROOT / "tests" / "jobs" / "chaos_worker.py"
 MARK = "CHAOS_MARK"
@@ -58,15 +59,17 @@ class LiveJob:
         """The process that starts workers."""
         return (children(self.launcher.pid) or [None])[0]
 
-    def wait_for(self, condition, seconds=60, what="something"):
-        """Until it holds; an error if the job ends or time runs out before."""
-        end = time.monotonic() + seconds
-        while not condition():
+    def wait_for(self, condition, what):
+        """Until it holds; an error if the job ends before."""
+
+        def holds():
+            if condition():
+                return True
             if self.launcher.poll() is not None and not condition():
                 raise AssertionError(f"the job ended with {self.launcher.returncode} before {what}: {self.tail()}")
-            if time.monotonic() > end:
-                raise AssertionError(f"no {what} within {seconds} s: {self.tail()}")
-            time.sleep(0.01)
+            return False
+
+        wait_for(holds, lambda: f"{what}: {self.tail()}")
 
     def wait_for_workers(self):
         self.wait_for(lambda: len(self.pids()) == self.workers, what="all workers")
@@ -108,7 +111,7 @@ class LiveJob:
 
     # Ending --------------------------------------------------------------------------------------------
 
-    def end(self, seconds=120):
+    def end(self, seconds=5 * GUARD):
         """Wait for the end; gives the exit code."""
         return self.launcher.wait(timeout=seconds)
 
@@ -117,9 +120,9 @@ class LiveJob:
         results = [json.loads((self.folder / f"result.{rank}").read_text()) for rank in range(self.workers)]
         return [{key: value for key, value in result.items() if key != "attempt"} for result in results]
 
-    def survivors(self, seconds=5.0):
-        """Processes of this job that still live after so long."""
-        end = time.monotonic() + seconds
+    def survivors(self):
+        """Processes of this job that have not gone."""
+        end = time.monotonic() + GUARD
         while (left := marked(self.mark)) and time.monotonic() < end:
             time.sleep(0.02)
         return left

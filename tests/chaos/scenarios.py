@@ -12,6 +12,7 @@ from pathlib import Path
 from tests.chaos.live import LiveJob
 from tests.jobs.starting import ROOT, start
 from tests.launch import host_scenarios, hosts
+from tests.waiting import GUARD
 
 WIDTH = 1600  # 10 MB of weights
 BIG = ["--width", WIDTH, "--save-every", 4]
@@ -176,7 +177,7 @@ def causes(folder, rng, per_job=20, kinds=None, workers=3, limit=6):
         options = ["--max_restart", per_job, "--progress_timeout", limit]
         script = ["--steps", 30, "--plan", place / "plan.json", "--pause", 0.01, "--save-every", 1000]
         with LiveJob(place, workers, *script, options=options, CHAOS_CGROUP=group.name) as job:
-            code = job.end(per_job * 20)
+            code = job.end(GUARD + per_job * 20)
             lines = job.restarts()
         for index, planned in enumerate(plan):
             expected = "fleetrun: " + KINDS[planned["kind"]].format(rank=planned["rank"], host=host)
@@ -218,11 +219,11 @@ def stopped(folder, rng, limit=3.0, per_job=10):
                 rank = rng.randrange(workers)
                 os.kill(pids[rank], signal.SIGSTOP)
                 began = time.monotonic()
-                job.wait_for(lambda a=attempt, job=job: len(job.restarts()) > a, 60, "restart")
+                job.wait_for(lambda a=attempt, job=job: len(job.restarts()) > a, "restart")
                 seconds = time.monotonic() - began
                 said = job.restarts()[attempt]
                 named = re.match(rf"fleetrun: worker {rank} made no progress: .* it is stopped .*, in File ", said)
-                rows.append({"ok": bool(named) and seconds < limit + 15, "seconds": seconds, "said": said})
+                rows.append({"ok": bool(named), "seconds": seconds, "said": said})
             (place / "slow").unlink()
             code = job.end()
         shutil.rmtree(place)
@@ -233,7 +234,7 @@ def stopped(folder, rng, limit=3.0, per_job=10):
 FAULTS = ["SIGKILL", "SIGKILL", "SIGSTOP", "SIGSEGV", "SIGABRT", "nursery", "damage"]
 
 
-def long_run(folder, rng, faults=300, workers=3):
+def long_run(folder, rng, faults=300, workers=3, limit=2):
     """One run with faults of all kinds, which must end bit for bit as if nothing had happened. One trial per fault."""
     from tests.checkpoint import damaging
 
@@ -242,7 +243,7 @@ def long_run(folder, rng, faults=300, workers=3):
         place.mkdir(parents=True)
         (place / "slow").touch()
         script = ["--steps", 12 * faults + 60, "--save-every", 3, "--asynchronous"]
-        options = ["--max_restart", 10 * faults, "--progress_timeout", 2]
+        options = ["--max_restart", 10 * faults, "--progress_timeout", limit]
         seen = []
         with LiveJob(place, workers, *script, "--slow", 0.1, options=options) as job:
             while len(seen) < faults:
@@ -284,7 +285,7 @@ def machines(folder, rng, names=None):
     for name in itertools.cycle(names or EXPECTED):
         place = folder / f"machines-{name}-{rng.random():.9f}"
         began = time.monotonic()
-        done = hosts.play("tests.launch.host_scenarios", name, place, timeout=180)
+        done = hosts.play("tests.launch.host_scenarios", name, place)
         assert done.returncode == 0, done.stderr[-3000:]
         found = json.loads(done.stdout.splitlines()[-1])
         shutil.rmtree(place, ignore_errors=True)

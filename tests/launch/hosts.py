@@ -8,9 +8,9 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 
 from tests.jobs.starting import ROOT
+from tests.waiting import GUARD
 
 # A user, a network, mounts and processes of its own; what was started there goes with it.
 UNSHARE = ["unshare", "-r", "-n", "-m", "-p", "-f", "--mount-proc", "--kill-child"]
@@ -24,11 +24,11 @@ def why_not():
     probe = (
         "mount -t tmpfs none /run && mkdir /run/netns && ip netns add probe && ip link add one type veth peer name two"
     )
-    done = subprocess.run([*UNSHARE, "sh", "-c", probe], capture_output=True, text=True, timeout=20)
+    done = subprocess.run([*UNSHARE, "sh", "-c", probe], capture_output=True, text=True, timeout=GUARD)
     return f"namespaces are not permitted: {done.stderr.strip()}" if done.returncode else None
 
 
-def play(module, *arguments, timeout=120):
+def play(module, *arguments, timeout=400):
     """Run a module in a namespace of its own; gives the completed process."""
     return subprocess.run(
         [*UNSHARE, sys.executable, "-m", module, *map(str, arguments)],
@@ -81,14 +81,6 @@ class Hosts:
 
 def address(number):
     return f"10.77.0.{number + 1}"
-
-
-def wait_for(condition, seconds, what):
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            raise TimeoutError(what)
-        time.sleep(0.02)
 
 
 def _run(command):

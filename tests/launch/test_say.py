@@ -7,6 +7,7 @@ import pytest
 
 from fleetx.launch.logs import require_folder
 from fleetx.launch.say import LaunchError, show
+from tests.waiting import GUARD
 
 
 def test_nobody_need_listen():
@@ -22,13 +23,13 @@ def test_nobody_need_listen():
 
 @pytest.mark.middle
 def test_a_reader_who_has_seen_enough_does_not_change_the_exit_code(tmp_path):
-    script = (
-        "import sys, time; from fleetx.launch.say import say, show; time.sleep(0.2); say('x'); show('y', sys.stdout)"
-    )
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as job:
+    script = "import sys; from fleetx.launch.say import say, show; sys.stdin.read(); say('x'); show('y', sys.stdout)"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe, stderr=pipe) as job:
         job.stdout.close()
         job.stderr.close()
-        assert job.wait(timeout=60) == 0
+        job.stdin.close()  # now it speaks
+        assert job.wait(GUARD) == 0
 
 
 def test_a_folder_for_logs_that_is_none_is_refused(tmp_path):
