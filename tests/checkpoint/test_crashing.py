@@ -172,11 +172,19 @@ def test_an_error_beside_training_is_raised_by_the_next_save_and_only_once(tmp_p
     assert parts.saved(4).name == "save-000002-step-4"
 
 
+FORGOTTEN = """
+del checkpoints
+gc.collect()
+[thread.join() for thread in threading.enumerate() if thread.name == "fleetx-checkpoint"]
+gc.collect()
+"""
+
+
 @pytest.mark.middle
-@pytest.mark.parametrize("last", ["", "del checkpoints; gc.collect(); time.sleep(1); gc.collect()\n"])
+@pytest.mark.parametrize("last", ["", FORGOTTEN], ids=["kept", "forgotten"])
 def test_an_error_that_nobody_asks_for_is_told_at_the_end(tmp_path, last):
     script = (
-        "import os, errno, gc, time, torch, fleetx as X\n"
+        "import os, errno, gc, threading, torch, fleetx as X\n"
         f"checkpoints = X.Checkpoints({str(tmp_path)!r}, model=torch.nn.Linear(2, 2))\n"
         "def fail(*_): raise OSError(errno.ENOSPC, 'No space left on device')\n"
         "os.fsync = fail\n"

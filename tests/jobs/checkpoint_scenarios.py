@@ -28,9 +28,11 @@ from fleetx import fleet
 from fleetx.checkpoint import CheckpointError, survey
 from fleetx.data import Loader, ShardedBatches
 from tests.jobs import checkpoint_worker
+from tests.waiting import GUARD, wait_for
 
 torch.set_num_threads(1)
-LIMIT = 60
+# Seconds for which workers wait for each other: longer than this process waits for them, which sees those that hang.
+LIMIT = 600
 
 
 class Forked:
@@ -71,7 +73,11 @@ class Forked:
     def kill(self, rank):
         os.kill(self.pids[rank], signal.SIGKILL)
 
-    def wait(self, limit=LIMIT):
+    def has_ended(self):
+        """Whether a worker has; it is waited for later."""
+        return any(os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) for pid in self.pids)
+
+    def wait(self, limit=GUARD):
         """Exit status of each worker; those that outlive the limit are killed and give None."""
         statuses = {}
         end = time.monotonic() + limit
@@ -230,7 +236,7 @@ def only_the_first(folder):
 
     def play(rank, workers):
         net = torch.nn.Linear(2, 2)
-        checkpoints = X.Checkpoints(folder / "run", model=net, timeout=1.0)
+        checkpoints = X.Checkpoints(folder / "run", model=net, timeout=10.0)
         message = None
         if rank == 0:
             try:
@@ -343,12 +349,15 @@ class Filled:
         )
 
 
-def kills(folder, workers, count, seed):
+def kills(folder, workers, count, during, seed):
     """Kill a random worker of a job that saves again and again; what is resumed must be whole, and not older than the
-    last save that was reported as done."""
+    last save that was reported as done. At least `count` times, and `during` times in the middle of a save."""
     rng = random.Random(seed)
     # [0:8] the last step reported as saved, [8] whether a save is in progress, [16:] which workers have met the others.
     shared = mmap.mmap(-1, 4096)
+
+    def last_reported():
+        return int.from_bytes(shared[0:8], "big")
 
     def play(rank, size):
         run = Filled(folder / "run", rank)
@@ -357,8 +366,7 @@ def kills(folder, workers, count, seed):
         step = 0 if start is None else start.step
         if start is not None and not (run.is_all_of(step) and start.extra == {"step": step}):
             os._exit(42)
-        reported = int.from_bytes(shared[0:8], "big")
-        if step < reported:
+        if step < last_reported():
             os._exit(43)
         while True:
             step += 1
@@ -375,17 +383,21 @@ def kills(folder, workers, count, seed):
                 shared[8] = 0
 
     found = {"kills": 0, "during a save": 0, "lost": 0, "mixed": 0, "hung": 0, "unexplained": 0, "last step": 0}
-    while found["kills"] < count:
+    while found["kills"] < count or found["during a save"] < during:
         shared[8:32] = bytes(24)
         job = Forked(folder, workers, play)
-        time.sleep(rng.uniform(0.0, 1.0 + 0.4 * workers))
+        saves = rng.choice((None, 0, 1, 3))
+        if saves is not None:  # else it is killed while it begins
+            least = last_reported() + saves
+            wait_for(lambda j=job, n=least: (shared[8] and last_reported() >= n) or j.has_ended(), "save")
+        time.sleep(rng.uniform(0.0, 0.1))
         victim = rng.randrange(workers)
         job.kill(victim)
         found["kills"] += 1
         found["during a save"] += shared[8]
         # Workers that had not met yet wait for each other as long as torch lets them: that is not ours to judge.
         have_met = sum(shared[16:32]) == workers
-        statuses = job.wait(limit=20 if have_met else 0)
+        statuses = job.wait(limit=GUARD if have_met else 0)
         found["mixed"] += 42 in statuses
         found["lost"] += 43 in statuses
         # The others are told by the connection that breaks, and end by themselves.
@@ -395,7 +407,7 @@ def kills(folder, workers, count, seed):
     def look(rank, size):
         run = Filled(folder / "run", rank)
         start = run.checkpoints.resume()
-        return [start.step, run.is_all_of(start.step), start.step >= int.from_bytes(shared[0:8], "big")]
+        return [start.step, run.is_all_of(start.step), start.step >= last_reported()]
 
     answers = Forked(folder, workers, look).results()
     found["last step"] = answers[0][0]

@@ -1,7 +1,6 @@
 """Whole jobs that are saved, killed, damaged and resumed, with real processes."""
 
 import json
-import time
 from functools import cache
 
 import pytest
@@ -13,7 +12,6 @@ from tests.jobs.starting import ROOT, start
 
 # In one process of the runner, which starts each job once.
 pytestmark = pytest.mark.xdist_group("checkpoints")
-
 
 JOB = ROOT / "tests" / "jobs" / "checkpoint_worker.py"
 SCENARIOS = ROOT / "tests" / "jobs" / "checkpoint_scenarios.py"
@@ -110,7 +108,7 @@ def test_workers_must_save_the_same_step(scenarios):
 @pytest.mark.middle
 def test_a_save_on_the_first_worker_alone_ends_with_a_remedy(scenarios):
     message, _ = scenarios["only_the_first"]
-    assert "heard nothing of the others within 1 s" in message
+    assert "heard nothing of the others within 10 s" in message
     assert "on every worker, not on the first alone" in message
 
 
@@ -145,11 +143,10 @@ def test_a_job_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(sc
 
 @pytest.mark.middle
 def test_a_worker_that_fails_while_its_save_waits_for_others_ends_with_its_own_error(tmp_path):
+    """And does not wait for the 600 s that workers wait for each other."""
     script = tmp_path / "lonely.py"
     script.write_text(LONELY, encoding="utf-8")
-    began = time.monotonic()
-    done = start(script, tmp_path / "run", workers=2, check=False)
-    assert time.monotonic() - began < 60  # and not the 600 s that workers wait for each other
+    done = start(script, tmp_path / "run", workers=2, check=False, timeout=250)
     assert done.returncode == 1
     assert "ValueError: over" in done.stderr
     assert "worker 0 failed with exit code 1" in done.stderr
@@ -173,11 +170,10 @@ dist.all_reduce(torch.ones(1))
 """
 
 
-def kill(folder, workers, count, seed):
-    done = start(SCENARIOS, folder, "kills", workers, count, seed, launcher=None, timeout=290)
+def kill(folder, workers, count, during, seed):
+    done = start(SCENARIOS, folder, "kills", workers, count, during, seed, launcher=None)
     found = json.loads(done.stdout.splitlines()[-1])
-    assert {name: found[name] for name in ("kills", "lost", "mixed", "hung", "unexplained")} == {
-        "kills": count,
+    assert {name: found[name] for name in ("lost", "mixed", "hung", "unexplained")} == {
         "lost": 0,
         "mixed": 0,
         "hung": 0,
@@ -185,15 +181,15 @@ def kill(folder, workers, count, seed):
     }
     assert found["whole at the end"]
     assert found["good ones left"] >= 2
-    return found
 
 
 @pytest.mark.middle
 def test_kills_during_saves_lose_nothing_and_mix_nothing(tmp_path):
-    assert kill(tmp_path, workers=2, count=10, seed=1)["during a save"] >= 3
+    kill(tmp_path, workers=2, count=10, during=3, seed=1)
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_many_kills_during_saves_lose_nothing_and_mix_nothing(tmp_path, workers):
-    assert kill(tmp_path, workers, count=80, seed=workers)["during a save"] >= 40
+    kill(tmp_path, workers, count=80, during=40, seed=workers)

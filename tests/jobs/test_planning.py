@@ -31,7 +31,7 @@ def weights(found, name):
 
 @pytest.mark.middle
 def test_workers_that_wait_for_each_other_in_a_forward_measure_together(tmp_path):
-    start(ROOT / "tests" / "jobs" / "waiting_worker.py", tmp_path, workers=2, timeout=120)
+    start(ROOT / "tests" / "jobs" / "waiting_worker.py", tmp_path, workers=2)
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2))
     assert first == second  # as many forwards, and the same plans
     forwards = [count for count, _ in first]

@@ -26,7 +26,6 @@ def train(out, *options, env=None, **streams):
     return subprocess.run(
         [FLEETX, "train", *(["--out", str(out)] if out else []), *options],
         text=True,
-        timeout=180,
         cwd=ROOT,
         env={**os.environ, **(env or {})},
         **given,

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tests.waiting import GUARD
+
 ENVIRONMENT = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 FAILS = """
@@ -19,7 +21,7 @@ def run(tmp_path, text):
     script = tmp_path / "script.py"
     script.write_text(text)
     command = [sys.executable, "-m", "fleetx.launch.worker", str(script)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | ENVIRONMENT)
+    return subprocess.run(command, capture_output=True, text=True, timeout=GUARD, env=os.environ | ENVIRONMENT)
 
 
 INTERRUPTED = """

@@ -10,12 +10,12 @@ SHARDED = ROOT / "tests" / "memory" / "sharded_worker.py"
 
 @pytest.mark.middle
 def test_two_workers_equal_the_plain_run_with_and_without_torchs_data_parallel(tmp_path):
-    start(SCRIPT, tmp_path, workers=2, timeout=120)
+    start(SCRIPT, tmp_path, workers=2)
     assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("workers", [1, 2])
 def test_sharded_parameters_equal_the_plain_run(tmp_path, workers):
-    start(SHARDED, tmp_path, workers=workers, timeout=120)
+    start(SHARDED, tmp_path, workers=workers)
     assert {path.name for path in tmp_path.iterdir()} == {str(rank) for rank in range(workers)}
