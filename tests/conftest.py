@@ -5,7 +5,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests st
 import pytest
 import torch
 
-pytest_plugins = ["tests.selection"]
+pytest_plugins = ["tests.selection", "tests.planner.work_clock"]
 
 torch.set_num_threads(1)
 

@@ -33,6 +33,8 @@ from tests.fleet.planned import (
     strategy,
 )
 
+pytestmark = pytest.mark.usefixtures("work_clock")
+
 DOORS = {"Step": by_step, "minimize": by_minimize}
 
 

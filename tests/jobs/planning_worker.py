@@ -11,6 +11,7 @@ from torch import nn
 import fleetx as X
 from fleetx import fleet
 from tests.fleet.planned import RunsOut, batches, prepared, state, strategy
+from tests.planner.work_clock import WorkClock
 
 
 def trained(where):
@@ -37,4 +38,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    with WorkClock():
+        main()

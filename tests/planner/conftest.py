@@ -1,8 +1,6 @@
 import pytest
 
 from fleetx.memory import offload
-from fleetx.planner import clock
-from tests.planner.work_clock import WorkClock
 
 
 @pytest.fixture(autouse=True)
@@ -18,8 +16,5 @@ def _move_small_tensors(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def _time_by_work(monkeypatch):
-    """Plans must not depend on how busy the machine is."""
-    with WorkClock() as work:
-        monkeypatch.setattr(clock, "time", work.as_time())
-        yield
+def _time_by_work(work_clock):
+    """For all tests of the planner."""

@@ -1,7 +1,6 @@
 import json
 import math
 import re
-import time
 from dataclasses import replace
 from functools import partial
 
@@ -24,6 +23,7 @@ from fleetx.planner.solve import solve
 from fleetx.planner.table import folded, in_words
 from fleetx.units import parse_bytes
 from tests.planner.profiles import differing, transformer
+from tests.planner.work import Work
 
 GIB = 2**30
 EVERYTHING, AGAIN, AWAY = State("everything"), State("inputs"), State("inputs", "host")
@@ -448,13 +448,14 @@ def test_the_last_segment_is_never_sent_away():
 @pytest.mark.middle
 @pytest.mark.parametrize("question", [{"one_forward": True}, {}, {"k_steps": 4}, {"host_memory": 20 * GIB}])
 @pytest.mark.parametrize("make", [transformer, differing])
-@pytest.mark.parametrize(("curve", "limit"), [(False, 1.5), pytest.param(True, 3.0, marks=pytest.mark.full)])
-def test_planning_two_hundred_segments_takes_less_than_two_seconds(question, make, curve, limit):
-    """Twice what it takes on an idle machine, at most 0.7 and 1.5 seconds."""
+@pytest.mark.parametrize(("curve", "limit"), [(False, 2e6), pytest.param(True, 3e6, marks=pytest.mark.full)])
+def test_planning_two_hundred_segments_is_little_work(question, make, curve, limit):
+    """Twice what it was when it took 0.5 seconds, and 1.2 with a curve."""
     profile = replace(make(200, scale=8), gradient_parts=(6 * 2**20,) * 201)
-    began = time.process_time()
-    plan = plan_for(profile, memory=12 * GIB, global_batch=256, curve=curve, **question)
-    assert time.process_time() - began < limit
+    with Work() as work:
+        plan = plan_for(profile, memory=12 * GIB, global_batch=256, curve=curve, **question)
+    assert work.calls < limit
+    assert work.choices < 400_000
     assert plan.peak <= 12 * GIB
     assert any(state != EVERYTHING for state in plan.states)  # the budget binds
     assert plan.is_exact or "faster might exist" in " ".join(plan.notes)
@@ -469,12 +470,12 @@ def test_of_many_segments_fewer_budgets_are_asked_about_and_the_next_gib_among_t
 
 
 @pytest.mark.middle
-def test_that_two_hundred_segments_do_not_fit_is_said_soon_and_the_least_memory_is_enough():
+def test_that_two_hundred_segments_do_not_fit_is_little_work_and_the_least_memory_is_enough():
     profile = differing(200, scale=8)
-    began = time.process_time()
-    with pytest.raises(DoesNotFit) as caught:
+    with Work() as work, pytest.raises(DoesNotFit) as caught:
         plan_for(profile, memory=2 * GIB, global_batch=256, one_forward=True)
-    assert time.process_time() - began < 2
+    assert work.calls < 3e6
+    assert work.choices == 0
     question = {"global_batch": 256, "one_forward": True, "curve": False}
     assert plan_for(profile, memory=caught.value.least_memory, **question).peak <= caught.value.least_memory
     with pytest.raises(DoesNotFit):
@@ -547,10 +548,11 @@ def test_no_micro_batch_is_smaller_than_the_model_takes(global_batch):
     assert plan_for(profile, memory=32 * GIB, global_batch=1, curve=False).micro_batch == 1  # there are no more
 
 
-def test_planning_bert_large_for_a_large_batch_is_quick():
-    began = time.process_time()
-    plan = plan_for(transformer(), memory=32 * GIB, global_batch=4096)
-    assert time.process_time() - began < 20
+def test_planning_bert_large_for_a_large_batch_is_little_work():
+    with Work() as work:
+        plan = plan_for(transformer(), memory=32 * GIB, global_batch=4096)
+    assert work.calls < 1e6
+    assert work.choices < 20_000
     assert math.isfinite(plan.seconds)
     assert evaluate(transformer().chain(plan.micro_batch), [0] * 24).seconds > 0
 

@@ -3,9 +3,12 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from fleetx.planner import clock
 
 _SECONDS_PER_OPERATION = 1e-5
 _SECONDS_PER_BYTE = 1e-9
@@ -14,11 +17,31 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backwa
 
 
 class WorkClock(TorchDispatchMode):
-    """While it is open, each operation takes time by the bytes it writes and the products it computes."""
+    """While it is open the planner has no other clock: an operation takes time by its bytes and products."""
 
     def __init__(self) -> None:
         super().__init__()
         self._now = 1.0
+        self._patch = pytest.MonkeyPatch()
+
+    def __enter__(self) -> "WorkClock":
+        """Stand in for the module `time`."""
+        self._patch.setattr(clock, "time", SimpleNamespace(perf_counter=self.perf_counter, sleep=self.sleep))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        """Give the planner its own clock again."""
+        super().__exit__(*error)
+        self._patch.undo()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let models be compiled; what runs inside of compiled code takes no time."""
+        return True
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass without any work."""
+        self._now += seconds
 
     def perf_counter(self) -> float:
         """Seconds of work so far; a little passes with every look."""
@@ -37,6 +60,9 @@ class WorkClock(TorchDispatchMode):
             self._now += _SECONDS_PER_PRODUCT * inner * sum(tensor.numel() for tensor in tensors)
         return output
 
-    def as_time(self) -> SimpleNamespace:
-        """What stands in for the module `time`."""
-        return SimpleNamespace(perf_counter=self.perf_counter)
+
+@pytest.fixture
+def work_clock():
+    """Plans of this test do not depend on how busy the machine is."""
+    with WorkClock() as clock:
+        yield clock
