@@ -4,6 +4,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests st
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["tests.selection", "tests.planner.work_clock"]
 
@@ -13,6 +14,10 @@ if " " in torch.__file__:  # a checkout in such a folder: some tests compile wit
     from fleetx.compiler_paths import check_compiler_paths
 
     check_compiler_paths()
+
+# An example may take as long as it likes.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 from textwrap import dedent
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetx.boxes import Section, envs_box, overview_box
@@ -148,7 +148,6 @@ values = st.text() | st.integers() | st.none() | st.lists(st.text(), max_size=4)
 keys = st.text(st.characters(exclude_categories=("C", "Z")))
 
 
-@settings(deadline=None)
 @given(st.lists(st.builds(Section, keys, st.dictionaries(keys, values, max_size=4)), max_size=3))
 def test_every_line_of_any_box_is_equally_long(sections):
     lines = overview_box(TITLE, sections).split("\n")
@@ -157,7 +156,6 @@ def test_every_line_of_any_box_is_equally_long(sections):
     assert lines[0] == lines[-1]
 
 
-@settings(deadline=None)
 @given(st.dictionaries(keys, values, max_size=5))
 def test_every_line_of_any_table_is_equally_long(envs):
     assert len({len(line) for line in envs_box(envs).split("\n")}) == 1

@@ -8,7 +8,6 @@ import pickle
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from fleetx import notices
@@ -62,7 +61,6 @@ SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | 
 ANYTHING = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=4)
 
 
-@hypothesis_settings(deadline=None)
 @given(ANYTHING)
 def test_a_bool_takes_bools_and_nothing_else(value):
     if isinstance(value, bool):
@@ -77,7 +75,6 @@ def test_a_bool_says_what_was_probably_meant(value, remedy):
     assert refused(TypeError, on=2).endswith("; write True or False")
 
 
-@hypothesis_settings(deadline=None)
 @given(ANYTHING)
 def test_an_int_is_no_bool_and_stays_in_its_range(value):
     if isinstance(value, int) and not isinstance(value, bool):
@@ -97,7 +94,6 @@ def test_an_int_beyond_all_bounds_is_still_told_properly():
     )
 
 
-@hypothesis_settings(deadline=None)
 @given(ANYTHING)
 def test_a_float_takes_finite_numbers_of_its_range(value):
     if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -121,7 +117,6 @@ def test_an_int_becomes_a_float():
     assert settings.decay == 3.0
 
 
-@hypothesis_settings(deadline=None)
 @given(ANYTHING)
 def test_a_choice_takes_its_words_only(value):
     kind = ValueError if isinstance(value, str) else TypeError
@@ -133,7 +128,6 @@ def test_a_choice_shows_the_nearest_word():
     assert refused(ValueError, word="RED").endswith("got 'RED'; did you mean 'red'?")
 
 
-@hypothesis_settings(deadline=None)
 @given(ANYTHING)
 def test_a_list_of_names_is_a_list_of_names(value):
     names = isinstance(value, list) and all(isinstance(one, str) for one in value)

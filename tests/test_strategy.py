@@ -421,7 +421,7 @@ STRATEGIES = values_of(Section(DistributedStrategy)).map(DistributedStrategy.fro
 
 
 @given(STRATEGIES)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_every_round_trip_is_exact(strategy):
     assert DistributedStrategy.from_dict(strategy.to_dict()) == strategy
     read = DistributedStrategy.from_toml(strategy.to_toml())

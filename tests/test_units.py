@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetx.units import format_bytes, parse_bytes
@@ -123,14 +123,12 @@ def test_format_takes_ints_only(n):
         format_bytes(n)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 10**18 - 1), st.sampled_from(["KiB", "mib", "GIB", "TiB", "kb", "MB", "Gb", "tB", "b"]))
 def test_any_whole_number_of_any_unit(n, unit):
     size = parse_bytes(f"1{unit}")
     assert parse_bytes(f"{n}{unit}") == parse_bytes(f"{n} {unit}") == parse_bytes(f"{n}.0{unit}") == n * size
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**60))
 def test_what_is_printed_reads_back_within_its_rounding(n):
     text = format_bytes(n)
@@ -138,7 +136,6 @@ def test_what_is_printed_reads_back_within_its_rounding(n):
     assert text.endswith("TiB") or not text.startswith("1024 ")
 
 
-@settings(deadline=None)
 @given(st.text(max_size=20))
 def test_any_text_is_an_amount_or_a_value_error(text):
     try:

@@ -77,7 +77,7 @@ def test_sixteen_hundred_damaged_checkpoints_are_caught(original, copied, caplog
     assert all(count > 50 for count in caught.values()), caught
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(which=st.integers(0, 100), place=st.floats(0, 1, exclude_max=True), value=st.integers(1, 255))
 def test_any_other_byte_anywhere_is_caught(original, which, place, value):
     path = original[0] / "save-000002-step-8"

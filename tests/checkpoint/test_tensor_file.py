@@ -72,7 +72,7 @@ def test_a_dtype_that_the_format_has_not_is_refused(tmp_path):
         outline({"a": torch.ones(1, dtype=torch.complex128)})
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_any_flipped_bit_is_caught(tmp_path_factory, place, bit):
     path = tmp_path_factory.mktemp("flip") / "a"

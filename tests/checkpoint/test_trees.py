@@ -89,7 +89,7 @@ def assert_same(left, right):
         assert left == right
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(TREES)
 def test_state_comes_back_exactly(tree):
     assert_same(there_and_back(tree), tree)

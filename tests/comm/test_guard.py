@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from fleetx.comm.guard import ParameterGuard, checksum
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 299_999), st.integers(0, 31))
 def test_any_flipped_bit_changes_the_sum(place, bit):
     values = torch.arange(300_000, dtype=torch.float32)

@@ -31,7 +31,7 @@ def check_rounds(dealt, plans, epoch=0):
     assert all(batch for rank in dealt for batch in rank)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(shapes)
 def test_keep_gives_every_sample_once(shape):
     size, workers, per_worker, shuffle = shape
@@ -48,7 +48,7 @@ def test_keep_gives_every_sample_once(shape):
     assert all(len(batch) <= per_worker for rank in dealt for batch in rank)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(shapes)
 def test_wrap_gives_all_workers_equally_many(shape):
     size, workers, per_worker, shuffle = shape
@@ -62,7 +62,7 @@ def test_wrap_gives_all_workers_equally_many(shape):
         assert len({len(batch) for batch in turn}) == 1
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(shapes)
 def test_drop_gives_full_batches_only(shape):
     size, workers, per_worker, shuffle = shape
@@ -75,7 +75,7 @@ def test_drop_gives_full_batches_only(shape):
     assert set(all_of(dealt).values()) == {1}
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=60), st.integers(1, 5), st.integers(30, 90), st.integers(0, 9))
 def test_token_batches_give_every_sample_once(lengths, workers, tokens, seed):
     lengths = np.array(lengths)

@@ -76,7 +76,7 @@ def assert_near(ours, theirs, tolerance=1e-6):
 
 
 @pytest.mark.timeout(900)  # it compiles a hundred kernels
-@settings(deadline=None, max_examples=150, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(scenarios.scenarios())
 def test_kernels_follow_the_formula_of_every_form_in_every_precision_and_with_every_skip(scenario):
     # One way to cut the work: each other one would compile every kernel anew.
@@ -84,7 +84,7 @@ def test_kernels_follow_the_formula_of_every_form_in_every_precision_and_with_ev
     scenarios.check(scenario, device="cuda", fused=True)
 
 
-@settings(deadline=None, max_examples=40, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(scenarios.scenarios())
 def test_the_foreach_form_follows_it_on_a_device_too(scenario):
     scenarios.check(scenario, device="cuda", fused=False)

@@ -117,7 +117,7 @@ def test_a_conversation_cannot_be_played_again_or_sent_back():
         leader.receive(1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_any_changed_byte_is_noticed(data):
     leader, wire, sent = recorded()

@@ -21,7 +21,7 @@ def aligned(size):
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(ACTIONS)
 def test_blocks_never_overlap_and_are_counted(actions):
     arena = HostArena(pin_for=None)
@@ -48,7 +48,7 @@ def test_blocks_never_overlap_and_are_counted(actions):
     assert all(slab.is_idle for slab in arena.slabs)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(SIZES, min_size=1, max_size=12), st.integers(2, 4))
 @example([1, 8388097, 8388097, 9713665], 2)  # where the first one fits into the place of the second
 @example([512, 8 * 2**20, 8 * 2**20, 20 * 2**20], 4)
@@ -64,7 +64,7 @@ def test_equal_steps_hold_no_more_than_they_need(sizes, steps):
         assert arena.reserved <= arena.most_in_use * 1.05 + SMALL_SLAB
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(st.lists(SIZES, min_size=1, max_size=8), min_size=2, max_size=6))
 def test_changing_steps_hold_no_more_than_the_largest_and_the_present_one(steps):
     arena = HostArena(pin_for=None)
@@ -77,7 +77,7 @@ def test_changing_steps_hold_no_more_than_the_largest_and_the_present_one(steps)
     assert arena.reserved <= 3 * most + SMALL_SLAB
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(SIZES, min_size=1, max_size=20), st.integers(ALIGNMENT, 2 * SMALL_SLAB))
 def test_a_limit_is_kept_and_refused_before_anything_is_allocated(sizes, limit):
     arena = HostArena(pin_for=None, limit=limit)

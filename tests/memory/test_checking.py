@@ -370,7 +370,7 @@ def rounding():
 
 
 @pytest.mark.usefixtures("rounding")
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(shape=SHAPES, dtype=FRACTIONS, seed=st.integers(0, 2**20), autocast=st.booleans(), channels_last=st.booleans())
 def test_tensors_that_differ_by_rounding_have_equal_directions(shape, dtype, seed, autocast, channels_last):
     generator = torch.Generator().manual_seed(seed)

@@ -195,7 +195,7 @@ def test_fetching_again_brings_it_again(offloader):
     assert offloader.traffic.to_device == 3 * 20
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 4), st.booleans()), min_size=1, max_size=20),
     st.randoms(use_true_random=False),

@@ -187,7 +187,7 @@ QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too
 
 @pytest.mark.middle
 @pytest.mark.filterwarnings("ignore:the forward did not come to", "ignore:.*the segment that ends at")
-@settings(deadline=None, max_examples=100, suppress_health_check=QUIET)
+@settings(max_examples=100, suppress_health_check=QUIET)
 @given(st.lists(STEPS, min_size=1, max_size=4), CHOICES)
 def test_random_models_equal_the_plain_run(programs, choices):
     check(programs, choices)
@@ -196,7 +196,7 @@ def test_random_models_equal_the_plain_run(programs, choices):
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 @pytest.mark.filterwarnings("ignore:the forward did not come to", "ignore:.*the segment that ends at")
-@settings(deadline=None, max_examples=3000, suppress_health_check=QUIET)
+@settings(max_examples=3000, suppress_health_check=QUIET)
 @given(st.lists(STEPS, min_size=1, max_size=6), CHOICES, st.sampled_from(["fp32", "fp64", "bf16"]))
 def test_many_random_models_equal_the_plain_run(programs, choices, precision):
     check(programs, choices, precision)

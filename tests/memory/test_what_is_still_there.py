@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -270,7 +270,6 @@ nested = st.recursive(
 arguments = st.tuples(st.lists(nested, max_size=3).map(tuple), st.dictionaries(st.text(max_size=2), nested, max_size=3))
 
 
-@settings(deadline=None)
 @given(st.one_of(nested, arguments, st.lists(atoms, max_size=80).map(tuple)))
 def test_common_structures_are_flattened_as_all_others(value):
     flat, structure = structures.flatten(value)

@@ -10,7 +10,7 @@ from fleetx.optim import Lamb, Lars
 from . import scenarios
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(scenarios.scenarios())
 def test_every_form_is_its_formula_in_every_precision_and_with_every_skip(scenario):
     scenarios.check(scenario, fused=False)

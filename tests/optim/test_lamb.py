@@ -55,7 +55,7 @@ hypers = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.data(), jobs.groups(STEPS))
 def test_the_formula(data, groups):
     group_hypers = [data.draw(hypers) for _ in groups]

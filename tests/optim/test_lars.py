@@ -35,7 +35,7 @@ hypers = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.data(), jobs.groups(STEPS), st.booleans(), st.booleans(), st.sampled_from([None, 0.0, 0.03]))
 def test_the_formula(data, groups, lr_in_momentum, adapt_excluded, excluded_lr):
     group_hypers = [data.draw(hypers) for _ in groups]

@@ -30,7 +30,7 @@ EVERYTHING, AGAIN, AWAY = State("everything"), State("inputs"), State("inputs", 
 
 
 @given(st.integers(1, 5000), st.booleans())
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 def test_slices_make_up_the_global_batch(global_batch, even):
     cuts = cuts_of(global_batch, even=even)
     assert {Cut(global_batch, 1), Cut(1, global_batch)} <= set(cuts)
@@ -427,7 +427,7 @@ def test_a_compiled_plan_names_all_segments():
 
 
 @given(st.floats(0, 1e9), st.floats(0, 1e6), st.integers(1, 64), st.integers(1, 64))
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 def test_a_line_goes_through_its_points(fixed, slope, small, more):
     sizes = (small, small + more)
     line = Line.through(sizes, [fixed + slope * size for size in sizes])

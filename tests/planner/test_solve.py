@@ -12,7 +12,7 @@ from tests.planner.work import Work
 
 GIB = 2**30
 budgets, caps = st.integers(0, 160), st.sampled_from([0, 3, 8, 20, 1000])
-property_test = settings(max_examples=150, deadline=None, derandomize=True)
+property_test = settings(max_examples=150, derandomize=True)
 
 
 @pytest.mark.middle
