@@ -20,6 +20,13 @@ settings.register_profile("patient", deadline=None, suppress_health_check=[Healt
 settings.load_profile("patient")
 
 
+def pytest_collection_modifyitems(items):
+    """Slow tests may hang for longer: on a machine with much to do they take minutes."""
+    for item in items:
+        if item.get_closest_marker("full") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(900))
+
+
 @pytest.fixture(autouse=True)
 def _fp32_by_default():
     """Tests that ask for fp64 must not leave it behind."""

@@ -145,7 +145,6 @@ def test_pages_that_run_in_one_folder_make_their_data_in_folders_of_their_own():
 
 
 @pytest.mark.full
-@pytest.mark.timeout(300)
 def test_the_guides_scripts_run_small_as_the_page_says(tmp_path):
     page = (ROOT / "docs" / "guide-scripts.md").read_text(encoding="utf-8")
     data, small, *_ = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)

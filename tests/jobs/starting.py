@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 
 
-def start(script, *args, workers=1, launcher="fleetrun", timeout=600, env=None, check=True, options=()):
+def start(script, *args, workers=1, launcher="fleetrun", timeout=500, env=None, check=True, options=()):
     """Run `script` on `workers` processes; gives the completed process with its output as text."""
     if launcher == "fleetrun" and "--log_dir" not in options:
         with tempfile.TemporaryDirectory() as logs:

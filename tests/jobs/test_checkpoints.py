@@ -189,7 +189,6 @@ def test_kills_during_saves_lose_nothing_and_mix_nothing(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_many_kills_during_saves_lose_nothing_and_mix_nothing(tmp_path, workers):
     kill(tmp_path, workers, count=80, during=40, seed=workers)

@@ -40,7 +40,7 @@ ACCURACY = r"\[Epoch (\d+), batch (\d+)\] loss: (\d+\.\d{5}), acc1: ([01]\.\d{5}
 
 tiers = pytest.mark.parametrize(
     "compiled",
-    [False, pytest.param(True, marks=[pytest.mark.full, pytest.mark.timeout(900)])],
+    [False, pytest.param(True, marks=pytest.mark.full)],
     ids=["eager", "compiled"],
 )
 
@@ -76,7 +76,6 @@ def run(name, folder, replacing, *arguments, after="", **environment):
         ],
         capture_output=True,
         text=True,
-        timeout=800,
         env={**os.environ, "OMP_NUM_THREADS": "1", "OUT": str(folder), **environment},
     )
     assert done.returncode == 0, done.stderr[-6000:]

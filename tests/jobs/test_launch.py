@@ -514,7 +514,7 @@ def test_workers_can_save_when_the_terminal_is_closed(script, tmp_path):
 
 
 @pytest.mark.middle
-def test_the_log_folder_of_a_job_is_its_own_until_it_ends_and_free_when_its_launcher_is_killed(script, running, tmp_path):
+def test_the_log_folder_of_a_job_is_its_own_until_it_ends_or_its_launcher_is_killed(script, running, tmp_path):
     path = script(POLITE)
     job = running(path, "--job_id", "first")
     job.wait_for_workers()

@@ -8,7 +8,7 @@ from tests.jobs.static_worker import K_STEPS, Linear, plain_sgd
 from tests.static.making import Classifier, sgd
 
 # In one process of the runner, which starts the job once.
-pytestmark = [pytest.mark.middle, pytest.mark.xdist_group("static")]
+pytestmark = [pytest.mark.middle, pytest.mark.timeout(900), pytest.mark.xdist_group("static")]
 
 WORKERS = 2
 

@@ -38,6 +38,7 @@ def accuracies(path):
 
 
 @pytest.mark.middle
+@pytest.mark.timeout(900)
 def test_a_run_trains_compares_checks_and_leaves_its_folder(tmp_path):
     done = train(tmp_path, "--epochs", "12")
     assert done.returncode == 0, done.stderr[-3000:]

@@ -26,7 +26,6 @@ def test_compiled_segments_equal_the_compiled_plain_run(model, state):
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("state", ["inputs", "dear", "mixed"])
 @pytest.mark.parametrize("model", MODELS)
