@@ -72,3 +72,21 @@ def test_other_code_is_tested_again(play, tmp_path):
     code = next(read_sessions(record))[0]
     record.write_text(text.replace(code, "other"))
     assert counts(play("--record", str(record)))["passed"] == 30
+
+
+GROUPED = """
+import os, pytest
+
+@pytest.mark.parametrize("number", range(8))
+@pytest.mark.xdist_group("one")
+def test_in_one_process(number):
+    with open(os.environ["SEEN"], "a") as file:
+        file.write(os.environ["PYTEST_XDIST_WORKER"] + " ")
+"""
+
+
+def test_tests_that_share_a_job_run_in_one_process(play, tmp_path):
+    (tmp_path / "tests" / "test_suite.py").write_text(GROUPED)
+    done = play("-n", "2", "--dist", "loadgroup", SEEN=str(tmp_path / "seen"))
+    assert counts(done) == {"passed": 8}
+    assert len(set((tmp_path / "seen").read_text().split())) == 1
