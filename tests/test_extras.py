@@ -18,11 +18,9 @@ from fleetx.extras import MissingExtraError, needs_extra
 ROOT = Path(__file__).parent.parent
 # The modules that are there for an extra's feature alone.
 OF_EXTRAS = {
-    "fleetx.__main__",  # runs the command
     "fleetx.cli",
-    "fleetx.curves",
     "fleetx.data.cropping",
-    "fleetx.demo",
+    "fleetx.demo.command",
     "fleetx.doctor.command",
     "fleetx.planner.command",
     "fleetx.planner.picture",
