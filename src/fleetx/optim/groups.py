@@ -15,6 +15,9 @@ from fleetx.optim.checks import check_number
 Group = dict[str, Any]
 State = dict[str, Tensor]
 
+LR_SHARES = ("excluded_lr", "zero_norm_lr")
+"""Settings of Lars and Lamb that are learning rates too, kept as multiples of lr."""
+
 DTYPES = (*LOW_PRECISION, torch.float32, torch.float64)
 
 

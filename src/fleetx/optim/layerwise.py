@@ -19,7 +19,7 @@ from fleetx.optim.checks import check_count, check_number, check_switch
 from fleetx.optim.excluding import ExcludingOptimizer
 from fleetx.optim.foreach import in_dtype, length_of_all, number_on, times
 from fleetx.optim.fused import FusedStep, obstacle
-from fleetx.optim.groups import Group, State, call_it, fix_lr_shares, working_dtype
+from fleetx.optim.groups import LR_SHARES, Group, State, call_it, fix_lr_shares, working_dtype
 from fleetx.optim.sharded import gradient_of, local
 from fleetx.optim.watching import Entry, TrustRatios, Watch
 
@@ -329,7 +329,7 @@ class LayerwiseOptimizer(ExcludingOptimizer):
         self._tell_of_idle_rate()
 
     def _check_group(self, group: Group) -> None:
-        fix_lr_shares(group, "excluded_lr", "zero_norm_lr")
+        fix_lr_shares(group, *LR_SHARES)
         if group["fused"] is not None:
             check_switch("fused", group["fused"])
         check_switch("skip_nonfinite", group["skip_nonfinite"])

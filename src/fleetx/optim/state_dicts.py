@@ -12,7 +12,7 @@ from fleetx.numbers import LOW_PRECISION
 from fleetx.optim import foreign
 from fleetx.optim.checks import ROUNDING, check_lr
 from fleetx.optim.forms import LAMB_FORMS, LARS_FORMS
-from fleetx.optim.groups import Group, call_it, working_dtype
+from fleetx.optim.groups import LR_SHARES, Group, call_it, working_dtype
 from fleetx.optim.sharded import cut_like
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def loading(optimizer: "LayerwiseOptimizer") -> Iterator[None]:
     def repair(_: Optimizer) -> None:
         ours = ["fused", *chain(masks.keys(), masks.values())]
         for own, loaded in zip(groups, optimizer.param_groups, strict=True):
-            for setting in ("excluded_lr", "zero_norm_lr"):
+            for setting in LR_SHARES:
                 if setting in loaded:
                     own.pop(f"{setting}_ratio", None)  # it goes with the one that is loaded
             own.update(loaded | {key: own[key] for key in ours})
