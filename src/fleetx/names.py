@@ -5,7 +5,9 @@ modules, so the model is asked once, by ``record``, and every later reader asks 
 """
 
 import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
@@ -71,6 +73,33 @@ def label(parameter: Tensor) -> str:
     """What a message calls a parameter: its name, or its shape where nobody told its name."""
     known = info(parameter)
     return known.name if known else f"a parameter of shape {tuple(parameter.shape)}"
+
+
+Order = Sequence[Sequence[str | None]]
+"""The name of each parameter of each group of an optimizer; None where it is unknown."""
+
+
+def in_groups(groups: Sequence[Mapping[str, Any]], named: Iterable[str | None]) -> list[list[str | None]]:
+    """The names of all parameters, parted as the groups are."""
+    remaining = iter(named)
+    return [[next(remaining) for _ in group["params"]] for group in groups]
+
+
+def displacement(saved: Order, here: Order) -> str | None:
+    """How the order of saved parameters differs from the order here; None if it does not.
+
+    A state dict says whose momentum it holds by places alone. A saved name that is unknown here is a model that was
+    renamed, and no other order.
+    """
+    known = {name for names in here for name in names}
+    for number, (theirs, own) in enumerate(zip(saved, here, strict=False)):
+        for index, (there, name) in enumerate(zip(theirs, own, strict=False)):
+            if there != name and None not in (there, name) and there in known:
+                return (
+                    f"parameter {index} of group {number} is {there!r} there and {name!r} here, so momentum would "
+                    "serve the wrong parameters: build the groups in the same order, from lists and not from sets"
+                )
+    return None
 
 
 # A class says what it is in its own name or a base's: torch's BatchNorm2d and _BatchNorm, LlamaRMSNorm,

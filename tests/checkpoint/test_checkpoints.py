@@ -365,6 +365,51 @@ def test_a_checkpoint_of_another_job_is_passed_over_and_never_removed(tmp_path, 
     assert foreign.exists()
 
 
+def _equal_layers(folder, order, kind, **options):
+    """Two layers of one shape, each a group of its own."""
+    strategy = fleet.DistributedStrategy(**options)
+    model = fleet.distributed_model(torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(2))), strategy)
+    groups = [{"params": list(model[index].parameters())} for index in order]
+    optimizer = fleet.distributed_optimizer(kind(groups, lr=0.1, momentum=0.9), strategy)
+    return model, optimizer, X.Checkpoints(folder, model=model, optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"amp": True, "amp_configs": {"use_pure_bf16": True}},
+        pytest.param({}, marks=pytest.mark.middle),
+        pytest.param({"lars": True}, marks=pytest.mark.middle),
+    ],
+)
+def test_momentum_is_not_put_back_for_another_parameter(tmp_path, options):
+    model, optimizer, checkpoints = _equal_layers(tmp_path, (0, 1), torch.optim.SGD, **options)
+    optimizer.minimize(model(torch.ones(3, 2)).square().mean())
+    checkpoints.resume()
+    checkpoints.save(1)
+    other, swapped, resuming = _equal_layers(tmp_path, (1, 0), torch.optim.SGD, **options)
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    message = r"parameter 0 of group 0 is '0\.weight' there and '1\.weight' here.* from lists and not from sets"
+    with pytest.raises(CheckpointError, match=message):
+        resuming.resume()
+    with pytest.raises(ValueError, match=message):
+        swapped.load_state_dict(optimizer.state_dict())
+    assert same(other.state_dict(), before)
+    assert not swapped.state
+    again, _, resuming = _equal_layers(tmp_path, (0, 1), torch.optim.SGD, **options)
+    assert resuming.resume().step == 1
+    assert same(again.state_dict(), model.state_dict())
+
+
+def test_a_checkpoint_without_names_is_still_taken(tmp_path):
+    before = Parts(tmp_path)
+    path = before.saved(2)
+    manifest = read_manifest(path)
+    older = replace(manifest.job, optimizers={name: its[:2] for name, its in manifest.job.optimizers.items()})
+    (path / "manifest.json").write_bytes(replace(manifest, job=older).to_bytes())
+    assert Parts(tmp_path).checkpoints.resume().step == 2
+
+
 def _rename_inside(path):
     """Make the manifest agree with a folder's new name, as if it had been saved so."""
     manifest = replace(read_manifest(path), name=path.name)

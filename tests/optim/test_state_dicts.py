@@ -250,3 +250,21 @@ def test_users_load_hooks_see_what_they_should(make):
     assert len(other.state) == 1
     other.load_state_dict(optimizer.state_dict())  # our own hooks are gone again
     assert len(other._optimizer_load_state_dict_pre_hooks) == 1
+
+
+@pytest.mark.parametrize("kind", [Lars, Lamb, Muon])
+def test_state_in_another_order_of_named_parameters_is_refused(kind):
+    def build(*order):
+        options = {"exclude_from_muon": []} if kind is Muon else {}
+        optimizer = kind([(name, torch.nn.Parameter(torch.ones(2, 2))) for name in order], lr=0.1, **options)
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.ones(2, 2)
+        optimizer.step()
+        return optimizer
+
+    saved = build("a", "b").state_dict()
+    with pytest.raises(ValueError, match=r"parameter 0 of group 0 is 'a' there and 'b' here.*build the groups"):
+        build("b", "a").load_state_dict(saved)
+    renamed = build("encoder.a", "encoder.b")
+    renamed.load_state_dict(saved)
+    assert kind is Muon or renamed.param_groups[0]["param_names"] == ["encoder.a", "encoder.b"]

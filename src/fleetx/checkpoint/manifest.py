@@ -10,6 +10,7 @@ from typing import Any
 from fleetx.checkpoint.durable import Digest, require_size
 from fleetx.checkpoint.errors import Damaged
 from fleetx.checkpoint.tensor_file import Outline
+from fleetx.names import displacement
 
 FILE = "manifest.json"
 MODEL = "model.safetensors"
@@ -35,7 +36,7 @@ class FileFacts:
 class Job:
     """Who a checkpoint is for: a name, if one was given, and what must fit together to be loaded.
 
-    `optimizers` gives for each its class and the sizes of its groups.
+    `optimizers` gives for each its class, the sizes of its groups, and the names in them, which older ones lack.
     """
 
     name: str | None
@@ -128,8 +129,12 @@ def difference(manifest: Manifest, here: Job, models: Outline) -> str | None:
     saved_models = manifest.file(MODEL).tensors or {}
     if saved_models != models:
         return f"it is of another model: {_first_difference(saved_models, models)}"
-    if saved.optimizers != here.optimizers:
-        return f"it is of another optimizer: {_first_difference(saved.optimizers, here.optimizers)}"
+    kinds, kinds_here = ({name: its[:2] for name, its in job.optimizers.items()} for job in (saved, here))
+    if kinds != kinds_here:
+        return f"it is of another optimizer: {_first_difference(kinds, kinds_here)}"
+    for name, its in here.optimizers.items():
+        if displaced := displacement((*saved.optimizers[name], [])[2], its[2]):
+            return f"it is of another order of parameters: of {name}, {displaced}"
     return None
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fleetx import names
 from fleetx.checkpoint.errors import CheckpointError
 from fleetx.checkpoint.manifest import Job
 from fleetx.checkpoint.randomness import random_state, set_derived_state, set_random_state
@@ -36,7 +37,12 @@ class Run:
 
     def job(self, name: str | None) -> Job:
         """What a checkpoint must fit to be this run's."""
-        return Job(name, {key: _outline_of(optimizer) for key, optimizer in self.optimizers.items()})
+        called = {
+            id(parameter): ".".join((*self.model_path(model), name))
+            for model, module in self.models.items()
+            for name, parameter in module.named_parameters()
+        }
+        return Job(name, {key: _outline_of(optimizer, called) for key, optimizer in self.optimizers.items()})
 
     def model_outline(self) -> Outline:
         """The tensors that `model.safetensors` holds."""
@@ -171,11 +177,11 @@ def _restore_shared(run: Run, shared: Tree, own: Tree, also: Tree, windows: Tree
 
 def _parts(model: nn.Module) -> tuple[Tree, Tree, Any]:
     """The weights, which all workers share, what else a state dict holds, and the versions that torch notes in it."""
-    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     state = model.state_dict()
     return (
-        {name: value for name, value in state.items() if name in names},
-        {name: value for name, value in state.items() if name not in names},
+        {name: value for name, value in state.items() if name in weights},
+        {name: value for name, value in state.items() if name not in weights},
         getattr(state, "_metadata", None),
     )
 
@@ -196,11 +202,15 @@ def _with_window(state: Tree, window: Tree | None) -> Tree:
     return state | {"fleetx": state["fleetx"] | {"window": window or {"held": 0}}}
 
 
-def _outline_of(optimizer: Any) -> list[Any]:
-    """Its class and the sizes of its groups."""
+def _outline_of(optimizer: Any, called: Mapping[int, str]) -> list[Any]:
+    """Its class, the sizes of its groups, and the names in them."""
     inner = optimizer.inner if isinstance(optimizer, DistributedOptimizer) else optimizer
     groups = getattr(inner, "param_groups", [])
-    return [type(inner).__name__, [len(group["params"]) for group in groups]]
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    if isinstance(optimizer, DistributedOptimizer):
+        parameters = optimizer.engine.updater.parameters()  # fp32 masters have no names
+    named = names.in_groups(groups, [called.get(id(parameter)) for parameter in parameters])
+    return [type(inner).__name__, [len(group["params"]) for group in groups], named]
 
 
 # Random generators have a state, but no state dict.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fleetx import names
 from fleetx.amp import LossScaler, low_dtype
 from fleetx.comm import world
 from fleetx.comm.guard import ParameterGuard
@@ -242,6 +243,7 @@ class DistributedOptimizer(Optimizer):
         return self.inner.state_dict() | {
             "fleetx": {
                 "k_steps": engine.k_steps,
+                "names": self._names(),
                 "window": engine.window.state_dict(copy),
                 "watch": engine.watch.state_dict(),
                 "masters": masters.state_dict(copy) if masters else None,
@@ -277,6 +279,8 @@ class DistributedOptimizer(Optimizer):
                 f"the window in progress is one of {ours['k_steps']} micro-batches, and this optimizer merges "
                 f"{engine.k_steps}. Load it with the k_steps it was saved with, or save after flush()."
             )
+        if displaced := names.displacement(ours.get("names", []), self._names()):
+            raise ValueError(f"this state dict is of another order of parameters: {displaced}.")
         engine.window.check_state(ours["window"])
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "fleetx"})
         if engine.updater.masters is not None:
@@ -288,6 +292,10 @@ class DistributedOptimizer(Optimizer):
         engine.watch.load_state_dict(ours["watch"])
         engine.window.load_state_dict(ours["window"])
         engine.is_first = False
+
+    def _names(self) -> list[list[str | None]]:
+        infos = map(names.info, self.engine.updater.parameters())
+        return names.in_groups(self.param_groups, [info.name if info else None for info in infos])
 
     def _require_items_possible(self) -> None:
         if not self.engine.average:

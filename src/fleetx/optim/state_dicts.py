@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, StateDict
 
+from fleetx.names import displacement
 from fleetx.numbers import LOW_PRECISION
 from fleetx.optim import foreign
 from fleetx.optim.checks import ROUNDING, check_lr
@@ -36,12 +37,12 @@ def loading(optimizer: "LayerwiseOptimizer") -> Iterator[None]:
         return saved
 
     def repair(_: Optimizer) -> None:
-        ours = ["fused", *chain(masks.keys(), masks.values())]
+        ours = ["fused", "param_names", *chain(masks.keys(), masks.values())]
         for own, loaded in zip(groups, optimizer.param_groups, strict=True):
             for setting in LR_SHARES:
                 if setting in loaded:
                     own.pop(f"{setting}_ratio", None)  # it goes with the one that is loaded
-            own.update(loaded | {key: own[key] for key in ours})
+            own.update(loaded | {key: own[key] for key in ours if key in own})
         optimizer.param_groups = groups
         optimizer.state.update(restored_state(groups, incoming[0]))
 
@@ -72,6 +73,11 @@ def check_saved(optimizer: "ExcludingOptimizer", saved: StateDict, or_others: st
     Numbers of groups and parameters are left to torch, which checks them next.
     """
     kind = type(optimizer).__name__
+    order, own_order = (
+        [group.get("param_names", []) for group in groups] for groups in (saved["param_groups"], optimizer.param_groups)
+    )
+    if displaced := displacement(order, own_order):
+        raise ValueError(f"this state dict is of another order of parameters: {displaced}.")
     for number, (own, theirs) in enumerate(zip(optimizer.param_groups, saved["param_groups"], strict=False)):
         _check_whose(optimizer, number, theirs, or_others)
         for mask, setting in optimizer._masks.items():
