@@ -79,6 +79,23 @@ def test_results_repeat_bit_by_bit(make):
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("scale", [None, 8.0])
+def test_kernels_maximize(make, scale):
+    for clipped in ({}, {"max_grad_norm": 0.5, "skip_nonfinite": True}):
+        outcomes = []
+        for sign, more in ((-1, {}), (1, {"maximize": True})):
+            parameters = weights((300,), (20, 7))
+            optimizer = make(parameters, **more, **clipped)
+            optimizer.grad_scale = None if scale is None else torch.tensor(scale)
+            for seed in range(2):
+                torch.manual_seed(seed)
+                for parameter in parameters:
+                    parameter.grad = sign * torch.randn_like(parameter)
+                optimizer.step()
+            outcomes.append(parameters)
+        assert all(map(torch.equal, *outcomes))
+
+
 def test_one_plan_serves_moving_gradients_and_each_set_of_parameters_has_its_own(make):
     parameters = weights((5,), (70,))
     optimizer = make(parameters)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fleetx.optim import Lamb, Lars, Muon, as_scheduler, constant
 
@@ -12,10 +13,9 @@ from .training import network
 @pytest.mark.parametrize(
     ("make", "setting", "remedy"),
     [
-        (lambda groups: Lars(groups, lr=1.0), {"weight_decay": 0.0}, "did you mean 'lars_weight_decay'"),
         (lambda groups: Lars(groups, lr=1.0), {"lars_coef": 9}, "did you mean 'lars_coeff'"),
         (lambda groups: Lars(groups, lr=1.0), {"trust_coeff": 9}, "did you mean 'lars_coeff'"),
-        (lambda groups: Lamb(groups), {"weight_decay": 0.0}, "did you mean 'lamb_weight_decay'"),
+        (lambda groups: Lamb(groups), {"lamb_decay": 0.0}, "did you mean 'lamb_weight_decay'"),
         (lambda groups: Muon(groups), {"use_muon": False}, "did you mean 'exclude_from_muon'"),
         (lambda groups: Muon(groups), {"zzz": 1}, "valid names: lr, adamw_lr"),
     ],
@@ -87,6 +87,116 @@ def test_a_module_and_an_empty_list_are_refused_with_the_remedy(kind):
         kind(used_up, lr=0.1)
     with pytest.raises(TypeError, match="should be an iterable of Tensors or dicts"):
         kind(nn.Parameter(torch.ones(2)), lr=0.1)
+
+
+KINDS = {
+    Lars: lambda params, **more: torch.optim.SGD(params, momentum=0.9, **more),
+    Lamb: lambda params, **more: torch.optim.AdamW(params, eps=1e-6, weight_decay=0, **more),
+}
+
+
+def stepped(optimizer):
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.linspace(-1, 2, parameter.numel()).view_as(parameter)
+    for _ in range(2):
+        optimizer.step()
+    return [parameter.tolist() for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def pair():
+    return [nn.Parameter(torch.arange(1.0, 5.0)), nn.Parameter(torch.arange(2.0, 5.0))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weight_decay_of_a_group_is_ours_and_zero_excludes_the_group(kind):
+    own = f"{kind.__name__.lower()}_weight_decay"
+
+    def trained(first, second):
+        one, other = pair()
+        return stepped(kind([{"params": [one], **first}, {"params": [other], **second}], lr=0.1))
+
+    said = trained({"weight_decay": 0.3}, {"weight_decay": 0.0})
+    assert said == trained({own: 0.3}, {"exclude_from_weight_decay": ["*"]})
+    assert said != trained({own: 0.3}, {own: 0.0, "exclude_from_adaptation": []})
+    one, other = pair()
+    optimizer = kind([one], lr=0.1)
+    group = {"params": [other], "weight_decay": 0.0}
+    optimizer.add_param_group(group)
+    assert optimizer.param_groups[1]["decays"] == [False]
+    assert optimizer.exclusion_rows() == [("*", 1, ("parameter 0",))]
+    assert group == {"params": [other], "weight_decay": 0.0}  # may be given again
+    with pytest.raises(ValueError, match=rf"weight_decay and {own} of a group are one setting, got 0.1 and 0.2"):
+        kind([{"params": [one], "weight_decay": 0.1, own: 0.2}], lr=0.1)
+    with pytest.raises(ValueError, match=r"weight_decay must be a number at least 0, got -1"):
+        kind([{"params": [one], "weight_decay": -1}], lr=0.1)
+
+
+def test_groups_that_adamw_does_not_decay_are_not_decayed_by_lamb():
+    def replaced(**second):
+        one, other = pair()
+        groups = [{"params": [one], "weight_decay": 0.3}, {"params": [other], "weight_decay": 0.0, **second}]
+        return Lamb.replacing(torch.optim.AdamW(groups, lr=0.1), lamb_weight_decay=0.3)
+
+    assert [group["decays"] for group in replaced().param_groups] == [[True], [False]]
+    assert [group["decays"] for group in replaced(lamb_weight_decay=0.1).param_groups] == [[True], [True]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_learning_rate_may_be_given_by_groups_alone(kind):
+    one, other = pair()
+    optimizer = kind([{"params": [one], "lr": 0.1}, {"params": [other], "lr": 0.2}], excluded_lr=0.1)
+    assert [group["excluded_lr_ratio"] for group in optimizer.param_groups] == [1.0, 0.5]
+    if kind is Lars:
+        with pytest.raises(TypeError, match="lr must be a number at least 0, got None: give .* or to each group"):
+            Lars([{"params": [one], "lr": 0.1}, {"params": [other]}])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_to_maximize_is_to_minimize_the_negative(kind):
+    def trained(make, sign, **more):
+        params = pair()
+        optimizer = make(params, lr=0.1, **more)
+        for parameter in params:
+            parameter.grad = sign * torch.linspace(-1, 2, parameter.numel())
+        optimizer.step()
+        return [parameter.tolist() for parameter in params]
+
+    down = trained(kind, -1)
+    assert trained(kind, 1, maximize=True) == down
+    assert trained(lambda params, **more: kind.replacing(KINDS[kind](params, **more)), 1, maximize=True) == down
+    one, other = pair()
+    with pytest.raises(ValueError, match="maximize is said once for all groups, got True and False"):
+        kind([{"params": [one], "maximize": True}, {"params": [other]}], lr=0.1)
+
+
+@pytest.mark.parametrize("kind", [Lars, Lamb, Muon])
+def test_hooks_of_a_step_are_called_once(kind):
+    seen = []
+    handles = [
+        register(lambda optimizer, *_: seen.append(type(optimizer)))
+        for register in (
+            register_optimizer_step_pre_hook,
+            register_optimizer_step_post_hook,
+        )
+    ]
+    try:
+        stepped(kind(network().parameters(), lr=0.1, **({"exclude_from_muon": []} if kind is Muon else {})))
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert seen == [kind] * 4  # before and after each of two steps
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_of_a_replaced_optimizer_are_called(kind):
+    seen = []
+    wrapped = KINDS[kind](pair(), lr=0.1)
+    wrapped.register_step_pre_hook(lambda optimizer, *_: seen.append(("before", type(optimizer))))
+    optimizer = kind.replacing(wrapped)
+    wrapped.register_step_post_hook(lambda optimizer, *_: seen.append(("after", type(optimizer))))
+    stepped(optimizer)
+    assert seen == [("before", kind), ("after", kind)] * 2
 
 
 def test_a_subclass_may_take_more_arguments():

@@ -187,7 +187,6 @@ def adam_with(kind=torch.optim.Adam, **settings):
             r"must be 0 or lamb_weight_decay \(0\.01\) .*got 0\.1: give AdamW weight_decay=0 and say the decay as lamb",
         ),
         (lambda: adam_with(amsgrad=True), "group 0 amsgrad must be False, which LAMB does not have, got True: leave"),
-        (lambda: adam_with(maximize=True), "maximize must be False"),
         (lambda: adam_with(differentiable=True), "differentiable must be False"),
         (lambda: adam_with(eps=0.0), r"eps must be a number above 0, got 0\.0: 1e-6 is usual"),
     ],

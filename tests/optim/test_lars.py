@@ -224,7 +224,6 @@ def replaced_sgd():
         (lambda: sgd_with(momentum=0.0), r"group 0 momentum must be above 0, got 0\.0: give momentum=0\.9"),
         (lambda: sgd_with(weight_decay=1e-4), r"weight_decay must be 0 .*twice, got 0\.0001: give it as lars_weight"),
         (lambda: sgd_with(nesterov=True), "nesterov must be False, which LARS does not have, got True: leave it out"),
-        (lambda: sgd_with(maximize=True), "maximize must be False"),
         (lambda: sgd_with(differentiable=True), "differentiable must be False"),
         (lambda: sgd_with(dampening=0.1), r"dampening must be 0, which is LARS's, got 0\.1: leave it out"),
         (used_sgd, "before its first step, and this SGD has state of 1 parameters: replace it first"),

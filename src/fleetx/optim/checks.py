@@ -62,7 +62,7 @@ def check_lr(value: Any, *, rounding: float = 0.0) -> None:
             return
         value = value.item()
     if not (isinstance(value, float) and -rounding <= value < 0):
-        check_number("lr", value, usual="give a number, or a tensor of one element")
+        check_number("lr", value, usual="give a number, or a tensor of one element, to the optimizer or to each group")
 
 
 def check_switch(name: str, value: Any) -> None:

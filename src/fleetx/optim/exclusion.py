@@ -3,7 +3,7 @@
 A pattern takes a parameter if it is one of its kinds (``bias``, ``batch_norm``; Fleet's ``.b_0`` means
 ``bias``), or if it fits its qualified name: the whole name when the pattern is a glob, any part of it
 otherwise, which is Fleet's rule. A pattern that takes nothing is an error, because nobody writes one on
-purpose; only a kind may take nothing, since one list of kinds serves many models.
+purpose; only a kind may take nothing, since one list of kinds serves many models, and ``*``, which is everything.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from fleetx.names import ParameterInfo
 
 FLEET_ALIASES = {".b_0": "bias"}
+EVERYTHING = "*"
+"""The one pattern that may take nothing, and needs no names."""
 _GLOB_CHARACTERS = frozenset("*?[")
 
 
@@ -56,7 +58,7 @@ def exclude(
     taken = {}
     for pattern in patterns:
         taken[pattern] = tuple(parameter.name for parameter in named if takes(pattern, parameter, known_kinds))
-        if not taken[pattern]:
+        if not taken[pattern] and pattern != EVERYTHING:
             _explain_nothing_taken(pattern, named, known_kinds, setting)
     mask = tuple(any(takes(pattern, parameter, known_kinds) for pattern in patterns) for parameter in named)
     _tell_of_other_norms(taken, named, mask, setting)
@@ -89,6 +91,8 @@ def check_patterns(patterns: Sequence[str], setting: str) -> None:
 def _all_named(
     patterns: Sequence[str], parameters: "Sequence[ParameterInfo | None]", setting: str
 ) -> "list[ParameterInfo]":
+    if set(patterns) == {EVERYTHING}:
+        return [parameter or _nameless(number) for number, parameter in enumerate(parameters)]
     named = [parameter for parameter in parameters if parameter is not None]
     if missing := len(parameters) - len(named):
         raise ValueError(
@@ -97,6 +101,12 @@ def _all_named(
             "fleetx.names.record(model) before (fleet.distributed_model does it)."
         )
     return named
+
+
+def _nameless(number: int) -> "ParameterInfo":
+    from fleetx.names import ParameterInfo  # which imports torch: a strategy does without
+
+    return ParameterInfo(f"parameter {number}")
 
 
 def _explain_nothing_taken(

@@ -149,7 +149,8 @@ def _job(optimizer: "LayerwiseOptimizer", plan: Plan, fresh: Fresh) -> Job:
     key = (max_norm, [optimizer._hyper_key(group) for group in groups])
     rows = [optimizer._hyper_row(groups[m.group], m.index) for m in plan.members] if plan.needs(key) else ()
     hypers, limit = plan.settings(key, rows, max_norm)
-    scale, found_inf = (_number_on(getattr(optimizer, name, None), plan) for name in ("grad_scale", "found_inf"))
+    scale = _number_on(optimizer._signed_scale(), plan)
+    found_inf = _number_on(getattr(optimizer, "found_inf", None), plan)
     switches = Switches(
         scaled=scale is not None,
         skippable=found_inf is not None,

@@ -69,7 +69,7 @@ class Lamb(LayerwiseOptimizer):
         lr: learning rate, a number or a tensor of one element.
         betas: how much of the moments remains.
         eps: added to the denominator; above 0, else a gradient of zero gives 0/0.
-        lamb_weight_decay: weight decay.
+        lamb_weight_decay: weight decay. A group may say ``weight_decay`` instead, and 0 there excludes the group.
         exclude_from_weight_decay: patterns (see ``fleetx.optim.exclusion``) of parameters without decay.
         always_adapt: keep the ratio for parameters without decay too.
         exclude_from_adaptation: patterns of parameters that have ratio 1; None leaves it to the form.
@@ -81,6 +81,7 @@ class Lamb(LayerwiseOptimizer):
         bias_correction: False leaves out the divisions by ``1 − b^t``.
         max_grad_norm: shorten all gradients together to this length first; None does not, "form" is as the form says.
         skip_nonfinite: leave the step out if a gradient is inf or NaN.
+        maximize: climb, with the gradients negated.
         fused: True and False force and forbid the kernels; None uses them where they can be.
 
     Example:
@@ -117,6 +118,7 @@ class Lamb(LayerwiseOptimizer):
         bias_correction: bool = True,
         max_grad_norm: float | Literal["form"] | None = "form",
         skip_nonfinite: bool = False,
+        maximize: bool = False,
         fused: bool | None = None,
     ) -> None:
         defaults = {
@@ -133,6 +135,7 @@ class Lamb(LayerwiseOptimizer):
             "bias_correction": bias_correction,
             "max_grad_norm": max_grad_norm,
             "skip_nonfinite": skip_nonfinite,
+            "maximize": maximize,
             "fused": fused,
         }
         super().__init__(params, defaults)
@@ -141,10 +144,13 @@ class Lamb(LayerwiseOptimizer):
     def replacing(cls, adam: Optimizer, **settings: Any) -> Self:
         """Take the place of an Adam or AdamW, on its own groups: its schedulers now drive this one.
 
-        ``settings`` are those of ``Lamb`` except for lr, betas and eps, which are the wrapped one's.
+        ``settings`` are those of ``Lamb`` except for lr, betas, eps and maximize, which are the wrapped one's. Where
+        some groups of an AdamW have decay, those without are excluded from it.
         """
         _check_replaceable(adam, settings.get("lamb_weight_decay", 0.01))
-        return sharing(cls, adam, ("lr", "betas", "eps"), settings)
+        bare = [group for group in adam.param_groups if group["weight_decay"] == 0]
+        meant = [] if len(bare) == len(adam.param_groups) else bare
+        return sharing(cls, adam, ("lr", "betas", "eps", "maximize"), settings, without_decay=meant)
 
     def _check_group(self, group: Group) -> None:
         check_lr(group["lr"])
@@ -255,6 +261,6 @@ def _check_replaceable(adam: Optimizer, lamb_weight_decay: float) -> None:
                 f"{wrong} weight_decay must be {allowed} since LAMB has its own and it would count twice, "
                 f"got {decay!r}: give {kind} weight_decay=0 and say the decay as lamb_weight_decay alone."
             )
-        for switch in ("amsgrad", "maximize", "differentiable", "capturable"):
+        for switch in ("amsgrad", "differentiable", "capturable"):
             if group[switch]:
                 raise ValueError(f"{wrong} {switch} must be False, which LAMB does not have, got True: leave it out.")

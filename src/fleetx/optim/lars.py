@@ -58,10 +58,11 @@ class Lars(LayerwiseOptimizer):
 
     Args:
         params: parameters, groups of them, or ``model.named_parameters()``.
-        lr: learning rate, a number or a tensor of one element.
+        lr: learning rate, a number or a tensor of one element; may be left out if each group has its own.
         momentum: how much of the last step remains.
         lars_coeff: the length of a step relative to the weights'.
-        lars_weight_decay: weight decay; 0 does not switch the adaptation off, only exclusion does.
+        lars_weight_decay: weight decay; 0 does not switch the adaptation off, only exclusion does. A group may say
+            ``weight_decay`` instead, and 0 there excludes the group, as torch's users write it.
         epsilon: added to the denominator only; "form" is as the form says: 0, and 1e-8 for timm's.
         exclude_from_weight_decay: patterns (see ``fleetx.optim.exclusion``). What they take has no decay and,
             unless ``exclude_from_adaptation`` says otherwise, moves by plain momentum at ``lr``.
@@ -75,6 +76,7 @@ class Lars(LayerwiseOptimizer):
         form: "fleet", "mlperf", "paper" or "timm"; see ``fleetx.optim.forms`` for their formulas.
         max_grad_norm: shorten all gradients together to this length first; None does not.
         skip_nonfinite: leave the step out if a gradient is inf or NaN.
+        maximize: climb, with the gradients negated.
         fused: True and False force and forbid the kernels; None uses them where they can be.
 
     Example:
@@ -101,7 +103,7 @@ class Lars(LayerwiseOptimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float | Tensor,
+        lr: float | Tensor | None = None,
         momentum: float = 0.9,
         lars_coeff: float = 0.001,
         lars_weight_decay: float = 0.0005,
@@ -115,6 +117,7 @@ class Lars(LayerwiseOptimizer):
         form: str = "fleet",
         max_grad_norm: float | None = None,
         skip_nonfinite: bool = False,
+        maximize: bool = False,
         fused: bool | None = None,
     ) -> None:
         defaults = {
@@ -131,6 +134,7 @@ class Lars(LayerwiseOptimizer):
             "form": form,
             "max_grad_norm": max_grad_norm,
             "skip_nonfinite": skip_nonfinite,
+            "maximize": maximize,
             "fused": fused,
         }
         super().__init__(params, defaults)
@@ -139,10 +143,10 @@ class Lars(LayerwiseOptimizer):
     def replacing(cls, sgd: Optimizer, **settings: Any) -> Self:
         """Take the place of an SGD with momentum, on its own groups: its schedulers now drive this one.
 
-        ``settings`` are those of ``Lars`` except for lr and momentum, which are the wrapped one's.
+        ``settings`` are those of ``Lars`` except for lr, momentum and maximize, which are the wrapped one's.
         """
         _check_replaceable(sgd)
-        return sharing(cls, sgd, ("lr", "momentum"), settings)
+        return sharing(cls, sgd, ("lr", "momentum", "maximize"), settings)
 
     def _check_group(self, group: Group) -> None:
         check_lr(group["lr"])
@@ -242,6 +246,6 @@ def _check_replaceable(sgd: Optimizer) -> None:
             )
         if group["dampening"] != 0:
             raise ValueError(f"{wrong} dampening must be 0, which is LARS's, got {group['dampening']!r}: leave it out.")
-        for switch in ("nesterov", "maximize", "differentiable"):
+        for switch in ("nesterov", "differentiable"):
             if group[switch]:
                 raise ValueError(f"{wrong} {switch} must be False, which LARS does not have, got True: leave it out.")

@@ -17,6 +17,7 @@ from fleetx.optim import groups, settling, state_dicts
 from fleetx.optim.buckets import Bucket, measure
 from fleetx.optim.checks import check_count, check_number, check_switch
 from fleetx.optim.excluding import ExcludingOptimizer
+from fleetx.optim.exclusion import EVERYTHING
 from fleetx.optim.foreach import in_dtype, length_of_all, number_on, times
 from fleetx.optim.fused import FusedStep, obstacle
 from fleetx.optim.groups import LR_SHARES, Group, State, call_it, fix_lr_shares, working_dtype
@@ -60,7 +61,7 @@ class LayerwiseOptimizer(ExcludingOptimizer):
         "adapts": "exclude_from_adaptation",
     }
     # A step is left out, clipped and launched as a whole.
-    _common: ClassVar[tuple[str, ...]] = ("fused", "max_grad_norm", "skip_nonfinite")
+    _common: ClassVar[tuple[str, ...]] = ("fused", "max_grad_norm", "skip_nonfinite", "maximize")
     _buffers: ClassVar[tuple[str, ...]]
     _counts_steps: ClassVar[bool]
     _kernels: ClassVar[str]
@@ -173,7 +174,7 @@ class LayerwiseOptimizer(ExcludingOptimizer):
 
     def _unscale_and_clip(self, buckets: Sequence[Bucket]) -> bool:
         """Measure and shorten the gradients; False if the step is left out."""
-        scale = getattr(self, "grad_scale", None)
+        scale = self._signed_scale()
         if scale is not None:
             factor = 1.0 / (scale.double() if isinstance(scale, Tensor) else scale)
             for bucket in buckets:
@@ -193,6 +194,13 @@ class LayerwiseOptimizer(ExcludingOptimizer):
                 bucket.gradients = times(bucket.gradients, factor)
                 bucket.norms["gradients"] = bucket.norms["gradients"] * factor
         return True
+
+    def _signed_scale(self) -> float | Tensor | None:
+        """What gradients are divided by before anything else; below 0 they are turned round, to maximize."""
+        scale = getattr(self, "grad_scale", None)
+        if not self.param_groups[0]["maximize"]:
+            return scale
+        return -1.0 if scale is None else -scale
 
     def _refuse_sparse_gradients(self) -> None:
         # Before anything moves: a half-made update cannot be taken back.
@@ -319,6 +327,22 @@ class LayerwiseOptimizer(ExcludingOptimizer):
         title = f"{type(self).__name__}, form {self.param_groups[0]['form']}"
         return settling.table(title, parts, counts, of=len(decided))
 
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group. ``weight_decay``, torch's name, stands for ours; 0 there excludes the group from decay."""
+        if self._replaced is None and isinstance(param_group, dict) and "weight_decay" in param_group:
+            param_group = self._in_our_words(param_group)
+        super().add_param_group(param_group)
+
+    def _in_our_words(self, group: Group) -> Group:
+        decay, name = group["weight_decay"], f"{self._kernels}_weight_decay"
+        check_number("weight_decay", decay, usual=f"it is {name} by torch's name, and 0 excludes a group from decay")
+        if group.get(name, decay) != decay:
+            raise ValueError(
+                f"weight_decay and {name} of a group are one setting, got {decay!r} and {group[name]!r}: give one."
+            )
+        excluded = {"exclude_from_weight_decay": [EVERYTHING]} if decay == 0 else {}
+        return {key: value for key, value in group.items() if key != "weight_decay"} | {name: decay} | excluded
+
     def _settle_groups(self) -> None:
         for group in self.param_groups:
             for name, default in self.defaults.items():
@@ -333,6 +357,7 @@ class LayerwiseOptimizer(ExcludingOptimizer):
         if group["fused"] is not None:
             check_switch("fused", group["fused"])
         check_switch("skip_nonfinite", group["skip_nonfinite"])
+        check_switch("maximize", group["maximize"])
         if group["max_grad_norm"] is not None:
             check_number("max_grad_norm", group["max_grad_norm"], above=0, usual="1.0 is usual, None is no limit")
 

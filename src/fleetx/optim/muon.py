@@ -123,7 +123,7 @@ class Muon(ExcludingOptimizer):
             for inner, (group, decays) in zip(optimizer.param_groups, origins, strict=True):
                 inner.update(self._settings(type(optimizer), group, decays))  # schedules change our groups
             optimizer.state = self.state
-            optimizer.step()
+            _step_without_hooks(optimizer)
         return loss
 
     def _halves(self) -> list[tuple[Any, list[tuple[Group, bool]]]]:
@@ -220,6 +220,12 @@ class Muon(ExcludingOptimizer):
         """Load what ``state_dict`` gave; a state trained with other exclusions is refused."""
         check_saved(self, state_dict)
         super().load_state_dict(state_dict)
+
+
+def _step_without_hooks(optimizer: Any) -> None:
+    """Step one of torch's; hooks of all optimizers, profilers' say, are called once, for the whole step."""
+    step = type(optimizer).step
+    (step.__wrapped__ if hasattr(step, "hooked") else step)(optimizer)
 
 
 def _is_matrix(parameter: Tensor) -> bool:

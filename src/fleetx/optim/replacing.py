@@ -2,7 +2,7 @@
 
 import gc
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -10,15 +10,23 @@ from torch import Tensor
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 from torch.optim.optimizer import Optimizer
 
-from fleetx.optim.groups import LR_SHARES
+from fleetx.optim.exclusion import EVERYTHING
+from fleetx.optim.groups import LR_SHARES, Group
 
 Ours = TypeVar("Ours", bound=Optimizer)
 
 
-def sharing(cls: type[Ours], wrapped: Optimizer, theirs: tuple[str, ...], settings: dict[str, Any]) -> Ours:
+def sharing(
+    cls: type[Ours],
+    wrapped: Optimizer,
+    theirs: tuple[str, ...],
+    settings: dict[str, Any],
+    without_decay: Sequence[Group] = (),
+) -> Ours:
     """Ours on the very list and dicts of the wrapped one, so that what is bound to it keeps working.
 
-    ``theirs`` are settings of the wrapped one, which must not be given again.
+    ``theirs`` are settings of the wrapped one, which must not be given again. ``without_decay`` are groups that the
+    wrapped one did not decay, where it decayed others.
     """
     if taken := [name for name in theirs if name in settings]:
         kind = type(wrapped).__name__
@@ -27,6 +35,9 @@ def sharing(cls: type[Ours], wrapped: Optimizer, theirs: tuple[str, ...], settin
     before = [dict(group) for group in wrapped.param_groups]
     for group in wrapped.param_groups:
         group.pop("fused", None)  # its own choice of kernels says nothing about ours
+    for group in without_decay:
+        if "lamb_weight_decay" not in group:
+            group["exclude_from_weight_decay"] = [EVERYTHING]
     try:
         ours: Any = cls.__new__(cls, **settings)
         ours._replaced = wrapped  # before the groups are read, since they hold its settings too
@@ -38,6 +49,9 @@ def sharing(cls: type[Ours], wrapped: Optimizer, theirs: tuple[str, ...], settin
             group.update(old)
         raise
     ours.param_groups = wrapped.param_groups
+    # Hooks of the step are called for whoever steps, those registered later too.
+    ours._optimizer_step_pre_hooks = wrapped._optimizer_step_pre_hooks
+    ours._optimizer_step_post_hooks = wrapped._optimizer_step_post_hooks
     return ours
 
 
