@@ -12,10 +12,20 @@ ROW = 1 << 12
 """How many squares may be added up at once: on the host torch does it in fp32, and of 30 million loses 0.2 %."""
 
 
+SAFE = (1e-12, 1e18)
+"""Norms that fp32 can find: of smaller ones the squares vanish, of greater ones they overflow."""
+
+
 def norms(tensors: Tensors) -> Tensor:
     """The L2 norm of each tensor, as one vector that stays on the device."""
-    found = torch._foreach_norm([_shortened(tensor) for tensor in tensors])
-    return torch.stack([norm.to(tensors[0].dtype) for norm in found])
+    kind, compiling = tensors[0].device.type, torch.compiler.is_compiling()
+    wide = torch.float64 if kind == "cuda" or compiling else None
+    found = torch.stack(torch._foreach_norm([_shortened(tensor) for tensor in tensors], 2, wide))
+    if kind == "cpu" and not compiling:  # the host waits for nothing there: it looks, and is wide only where it must
+        for index, norm in enumerate(found.tolist()):
+            if not SAFE[0] < norm < SAFE[1]:
+                found[index] = torch.linalg.vector_norm(tensors[index], dtype=torch.float64)
+    return found.to(tensors[0].dtype)
 
 
 def _shortened(tensor: Tensor) -> Tensor:
