@@ -1,6 +1,8 @@
 import json
 import math
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -611,3 +613,22 @@ def test_a_plan_is_on_the_model_inside_of_a_with_statement():
         assert memory.applied_to(model) is not None
         assert applied.cut_modules() == ["0", "1"]
     assert memory.applied_to(model) is None
+
+
+FIRST_PLAN = """
+import random
+import fleetx as X, torch
+before = random.getstate()
+model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+sample = torch.ones(2, 2), torch.ones(2, 2)
+X.plan(model, sample, loss_fn=torch.nn.functional.mse_loss, memory="1GiB", cached=False) if {measured} else X.plan
+print(random.getstate() == before)
+"""
+
+
+@pytest.mark.middle
+@pytest.mark.parametrize("measured", [False, True])
+def test_the_first_plan_of_a_process_leaves_pythons_random_numbers(measured):
+    script = FIRST_PLAN.format(measured=measured)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600)
+    assert done.stdout.split() == ["True"], done.stderr

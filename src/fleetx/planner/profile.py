@@ -12,8 +12,6 @@ from dataclasses import replace
 from itertools import count
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
@@ -33,6 +31,7 @@ from fleetx.planner.trials import Trials
 from fleetx.planner.untouched import untouched
 from fleetx.planner.updating import cost_of_update, fixed_bytes, moved_by
 from fleetx.slicing import Batch
+from fleetx.terminal import Console, Progress
 
 _NARROW = State("dear", dear=("attention", "narrow_matmul"))
 STATES = (EVERYTHING, State("inputs"), State("dear"), _NARROW)
