@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import threading
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from fleetx import fleet, static
+from fleetx.static.bound import lock_of
 from tests.static.making import Classifier, feeds, merging, program, sgd, tensors
 
 
@@ -295,3 +297,64 @@ def test_a_model_on_meta_that_nobody_can_fill_is_refused():
         model = nn.Linear(2, 1)
     with pytest.raises(ValueError, match=r"build it with fleetx.static.build\(YourModel, ...\)"):
         static.Executor().run(static.StartupProgram(static.Program(model)))
+
+
+def test_runs_of_one_model_wait_for_each_other():
+    """Seen from inside of each run: another thread cannot begin one."""
+    free = []
+
+    def ask_from_a_thread(model):
+        lock = lock_of(model)
+        thread = threading.Thread(target=lambda: free.append(lock.acquire(blocking=False)))
+        thread.start()
+        thread.join()
+
+    def compute(model, batch):
+        ask_from_a_thread(model)
+        return model(**batch)
+
+    def optimizer(parameters):
+        ask_from_a_thread(main.model)  # while it is bound: two threads would make two optimizers
+        return sgd(parameters)
+
+    main = static.Program(Classifier(), optimizer, compute=compute, compile=False)
+    exe, (feed,) = static.Executor(), feeds(1)
+    exe.run(main, feed)
+    exe.run(main.clone(for_test=True), feed, ["loss"])
+    assert free == [False, False, False]
+    assert lock_of(main.model).acquire(blocking=False)
+    assert lock_of(Classifier()) is not lock_of(main.model)
+
+
+@pytest.mark.middle
+def test_threads_train_as_one_thread_would_also_beside_an_evaluation():
+    (feed,) = feeds(1)
+
+    def trained(threads, evaluations):
+        main = static.Program(Classifier(), sgd, merging(2), compile=False)
+        test, exe = main.clone(for_test=True), static.Executor()
+        modes = []
+        main.model.register_forward_pre_hook(lambda model, _: modes.append(model.training))
+        runs = [lambda: exe.run(main, feed, ["loss"])] * threads + [lambda: exe.run(test, feed, ["loss"])] * evaluations
+        errors = []
+
+        def repeat(run):
+            try:
+                for _ in range(48 // threads):
+                    run()
+            except Exception as error:  # else the thread would keep it to itself
+                errors.append(error)
+
+        workers = [threading.Thread(target=repeat, args=(run,)) for run in runs]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        assert not errors
+        assert modes.count(True) == 48
+        return list(main.model.parameters())
+
+    alone = trained(1, 0)
+    for threads, evaluations in ((3, 0), (1, 2), (2, 1)):
+        for one, other in zip(trained(threads, evaluations), alone, strict=True):
+            assert torch.equal(one, other)

@@ -1,5 +1,6 @@
 """A program on its device, prepared and compiled: one run is one micro-batch."""
 
+import threading
 import weakref
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -28,6 +29,17 @@ if TYPE_CHECKING:
 
 # Where the programs of a model run; a model lives on one device.
 _devices: "weakref.WeakKeyDictionary[nn.Module, torch.device]" = weakref.WeakKeyDictionary()
+
+
+# Runs of a model's programs change its modes, hooks, gradients and window: one at a time, also from several threads.
+_locks: "weakref.WeakKeyDictionary[nn.Module, threading.RLock]" = weakref.WeakKeyDictionary()
+_making_lock = threading.Lock()
+
+
+def lock_of(model: nn.Module) -> threading.RLock:
+    """What a thread holds while it runs a program of this model."""
+    with _making_lock:
+        return _locks.setdefault(model, threading.RLock())
 
 
 class BoundProgram:

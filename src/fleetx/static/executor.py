@@ -11,7 +11,7 @@ from typing import Any
 from fleetx.comm.broadcast import broadcast_module
 from fleetx.fleet.model import require_joined
 from fleetx.fleet.optimizer import DistributedOptimizer
-from fleetx.static.bound import BoundProgram
+from fleetx.static.bound import BoundProgram, lock_of
 from fleetx.static.building import materialise
 from fleetx.static.fetching import as_array, as_list
 from fleetx.static.places import CPUPlace, CUDAPlace, Place
@@ -53,13 +53,15 @@ class Executor:
 
         Gives one value for each entry of `fetch_list`, as arrays, or as tensors on the device with
         `return_numpy=False`. Parameters and buffers are those after the run; a gradient is that of the whole window,
-        over all workers, neither scaled nor clipped, and None while the window is not full.
+        over all workers, neither scaled nor clipped, and None while the window is not full. Threads may run programs:
+        those of one model wait for each other.
         """
         if isinstance(program, StartupProgram):
             self._start(program, feed, as_list(fetch_list))
             return []
-        bound = self._bound(_checked(program))
-        values = bound.run({} if feed is None else feed, as_list(fetch_list))
+        program = _checked(program)
+        with lock_of(program.require_model()):
+            values = self._bound(program).run({} if feed is None else feed, as_list(fetch_list))
         return [as_array(value) for value in values] if return_numpy else values
 
     def compilations(self, program: Program | None = None) -> int:
@@ -68,7 +70,9 @@ class Executor:
 
     def optimizer(self, program: Program | None = None) -> DistributedOptimizer:
         """What moves the program's weights: for `flush()` at the end of an epoch, to save and to resume."""
-        optimizer = self._bound(_checked(program)).optimizer
+        program = _checked(program)
+        with lock_of(program.require_model()):
+            optimizer = self._bound(program).optimizer
         if optimizer is None:
             raise ValueError("the program has no optimizer: it was made without one, or cloned for_test.")
         return optimizer
@@ -78,9 +82,10 @@ class Executor:
             raise ValueError("the startup program makes weights: it takes no feed and gives nothing to fetch.")
         require_joined()
         model = program.main.require_model()
-        materialise(model, self.place.device, program.main.seed)
-        # Weights that were made from the seed are equal already; those that came with the model may not be.
-        broadcast_module(model)
+        with lock_of(model):
+            materialise(model, self.place.device, program.main.seed)
+            # Weights that were made from the seed are equal already; those that came with the model may not be.
+            broadcast_module(model)
 
     def _bound(self, program: Program) -> BoundProgram:
         device = self.place.device
