@@ -62,10 +62,36 @@ def test_the_white_list_forces_modules_into_low_precision_and_trains_their_fp32_
     assert norm.weight.grad.abs().sum() > 0
 
 
-def test_a_black_part_of_a_white_module_keeps_its_precision():
-    _, seen = run(make(), dtype="bfloat16", custom_white_list=["1", "2"], custom_black_list=["1.inner"])
-    assert seen[1][1] == torch.float32
-    assert seen[2] == (torch.bfloat16, torch.bfloat16)
+LISTED = [
+    # black, white, and what 1, 2.0, 2.1.0, 2.1.1, 2.2 and 3 compute in
+    (["2"], ["2.1"], "low fp32 low low fp32 low"),
+    (["2.1"], ["2"], "low low fp32 fp32 low low"),
+    (["2", "2.1.0"], ["2.1"], "low fp32 fp32 low fp32 low"),
+    (["2.1"], ["2", "2.1.0"], "low low low fp32 low low"),
+    (["2", "2.1"], [], "low fp32 fp32 fp32 fp32 low"),
+    ([], ["2", "2.1"], "low low low low low low"),
+]
+
+
+@pytest.mark.parametrize("mode", [{"dtype": "bfloat16"}, {"use_pure_bf16": True}])
+@pytest.mark.parametrize(("black", "white", "expected"), LISTED)
+def test_of_nested_listed_modules_the_innermost_decides(black, white, expected, mode):
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
+    model = nn.Sequential(nn.Identity(), nn.Linear(4, 4), inner, nn.Linear(4, 2))
+    computed = []
+    for module in model.modules():  # before any cast at the border of a region
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda _, args, output: computed.append(output.dtype))
+    apply_precision(model, AmpConfigs(**mode, custom_black_list=black, custom_white_list=white))
+    model(torch.randn(3, 4)).square().sum().backward()
+    assert computed == [torch.bfloat16 if kind == "low" else torch.float32 for kind in expected.split()]
+    assert all(parameter.grad.abs().sum() > 0 for parameter in model.parameters())
+
+
+def test_a_module_on_both_lists_is_refused():
+    with pytest.raises(ValueError, match=r"must not name the same module, got '1' in both: take it out of one"):
+        run(make(), dtype="bfloat16", custom_white_list=["1"], custom_black_list=["1*"])
 
 
 @pytest.mark.parametrize(("mode", "dtype"), [("use_pure_fp16", torch.float16), ("use_pure_bf16", torch.bfloat16)])

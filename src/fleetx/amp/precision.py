@@ -5,7 +5,7 @@ Hooks on modules open and close a precision region around their forward; the mod
 
 import difflib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -124,22 +124,58 @@ def low_dtype(configs: AmpConfigs) -> torch.dtype:
 
 
 def apply_precision(model: nn.Module, configs: AmpConfigs) -> None:
-    """Make `model(...)` run in low precision and give fp32 results, so that losses are computed in fp32."""
+    """Make `model(...)` run in low precision and give fp32 results, so that losses are computed in fp32.
+
+    Of nested modules on the lists, the innermost decides. It returns what the one around it computes in.
+    """
     _remove_regions(model)
     low = low_dtype(configs)
     raised = _named_modules(model, configs.custom_black_list, "custom_black_list")
     lowered = _named_modules(model, configs.custom_white_list, "custom_white_list")
-    if configs.use_pure_fp16 or configs.use_pure_bf16:
+    _require_one_list(model, raised, lowered)
+    is_pure = configs.use_pure_fp16 or configs.use_pure_bf16
+    listed = {id(module): torch.float32 for module in raised} | {id(module): low for module in lowered}
+    around = _around(model, listed, low if is_pure else None)
+    if is_pure:
         _lower_parameters(model, low, kept=raised, forced=lowered)
         _outermost[model] = _Region(autocast=None, inputs=low, outputs=torch.float32).install(model)
-        for module in raised:
-            _Region(autocast=None, inputs=torch.float32, outputs=low).install(module)
-        return
-    _outermost[model] = _Region(autocast=low, outputs=torch.float32).install(model)
+        lowered = [module for module in lowered if around[id(module)] != low]
+    else:
+        _outermost[model] = _Region(autocast=low, outputs=torch.float32).install(model)
     for module in raised:
-        _Region(autocast=None, inputs=torch.float32).install(module)
+        _Region(autocast=None, inputs=torch.float32, outputs=around[id(module)]).install(module)
     for module in lowered:
-        _Region(autocast=None, inputs=low, weights=low, weights_kept=raised).install(module)
+        inside = [inner for inner in raised if any(inner is one for one in module.modules())]
+        weights = None if is_pure else low
+        region = _Region(autocast=None, inputs=low, outputs=around[id(module)], weights=weights, weights_kept=inside)
+        region.install(module)
+
+
+def _around(
+    model: nn.Module, listed: Mapping[int, torch.dtype], outside: torch.dtype | None
+) -> dict[int, torch.dtype | None]:
+    """What is computed in around each module: what the listed module around it says; None is autocast."""
+    found: dict[int, torch.dtype | None] = {}
+
+    def visit(module: nn.Module, dtype: torch.dtype | None) -> None:
+        if id(module) in found:
+            return
+        found[id(module)] = dtype
+        for child in module.children():
+            visit(child, listed.get(id(module), dtype))
+
+    visit(model, outside)
+    return found
+
+
+def _require_one_list(model: nn.Module, raised: list[nn.Module], lowered: list[nn.Module]) -> None:
+    both = {id(module) for module in raised} & {id(module) for module in lowered}
+    for name, module in model.named_modules():
+        if id(module) in both:
+            raise ValueError(
+                f"custom_white_list and custom_black_list must not name the same module, got {name!r} in both: take "
+                "it out of one. Of nested modules the innermost decides, and globs may need to be narrower."
+            )
 
 
 def _remove_regions(model: nn.Module) -> None:
@@ -155,10 +191,12 @@ def _lower_parameters(model: nn.Module, low: torch.dtype, kept: list[nn.Module],
 
     BatchNorm stays in fp32: its kernels take low-precision inputs, and its running statistics would stall.
     """
-    whole = {id(inner) for outer in kept for inner in outer.modules()}
     low_norms = {id(inner) for outer in forced for inner in outer.modules()}
+    listed = {id(module): torch.float32 for module in kept} | {id(module): low for module in forced}
+    around = _around(model, listed, low)
     for module in model.modules():
-        if id(module) in whole or (isinstance(module, _NormBase) and id(module) not in low_norms):
+        stays = listed.get(id(module), around[id(module)]) == torch.float32
+        if stays or (isinstance(module, _NormBase) and id(module) not in low_norms):
             continue
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         for tensor in tensors:
