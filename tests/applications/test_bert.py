@@ -309,8 +309,18 @@ def test_what_is_no_word_or_no_position_is_an_error_and_not_the_first_one(labels
     inputs = plain.batch()
     changed = {name: inputs[name].clone() for name in ("masked_labels", "masked_positions")}
     changed["masked_labels"][2, 1], changed["masked_positions"][2, 1] = labels, positions
-    with pytest.raises((IndexError, RuntimeError), match="out of (bounds|range)"):
+    expected = (ValueError, "must lie within their") if positions < 0 else (RuntimeError, "out of bounds")
+    with pytest.raises(expected[0], match=expected[1]):
         plain.tiny()(**{**inputs, **changed})
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16])
+def test_shorter_whole_numbers_are_labels_too(dtype):
+    inputs = plain.batch()
+    shorter = {name: value.to(dtype) for name, value in inputs.items() if "labels" in name}
+    assert len(shorter) == 2
+    expected, found = plain.tiny()(**inputs), plain.tiny()(**{**inputs, **shorter})
+    assert {name: loss.item() for name, loss in found.items()} == {name: loss.item() for name, loss in expected.items()}
 
 
 @pytest.mark.parametrize("sizes", [plain.SIZES, {**plain.SIZES, "layers": 1, "max_positions": 20}])

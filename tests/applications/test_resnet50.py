@@ -129,6 +129,11 @@ def test_no_label_is_left_out_of_the_mean(label):
         tiny()(images, labels)
 
 
+def test_shorter_whole_numbers_are_labels_too():
+    images, labels = photos()
+    assert torch.equal(tiny()(images, labels.int())["loss"], tiny()(images, labels)["loss"])
+
+
 def test_the_loss_is_fp32_under_autocast():
     images, labels = photos()
     with torch.autocast("cpu", torch.bfloat16):

@@ -71,3 +71,8 @@ class Application(nn.Module, ABC):
                 f"this is a {type(batch).__name__}{size}."
             )
         return {name: value for name, value in named.items() if value is not None}
+
+
+def whole(labels: Tensor) -> Tensor:
+    """Labels as torch's losses take them; arrays of numpy and of other libraries often hold shorter whole numbers."""
+    return labels if labels.is_floating_point() else labels.long()

@@ -270,9 +270,23 @@ def _picked(hidden: Tensor, positions: Tensor, shape: torch.Size, packing: Packi
     is_inside = (positions >= 0) & (positions < (n * length if is_flat else length))
     # A position outside of its sequence must not read another one: it goes beyond all of them, which is an error.
     rows = torch.where(is_inside, positions + starts, n * length)
+    _require_inside(rows, n * length, "must lie within their sequences")
     if packing is None:
         return hidden.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, rows.shape)
-    return hidden.index_select(0, packing.places[rows.flatten()]).unflatten(0, rows.shape)
+    places = packing.places[rows.flatten()]
+    _require_inside(places, len(packing.rows), "must be real tokens with unpad=True, where attention_mask is not 0")
+    return hidden.index_select(0, places).unflatten(0, rows.shape)
+
+
+def _require_inside(places: Tensor, end: int, rule: str) -> None:
+    """Raise where the host may look. A device finds the error when it selects, and compiled code cannot look."""
+    if type(places) is not Tensor or places.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    if wrong := int((places == end).sum()):
+        raise ValueError(
+            f"masked_positions {rule}, and {wrong} of {places.numel()} are not: correct them, or pad with position -1 "
+            f"and label {IGNORED}."
+        )
 
 
 def Bert_base(**overrides: Any) -> Bert:  # noqa: N802, the guide's name

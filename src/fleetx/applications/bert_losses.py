@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from fleetx.applications.base import whole
+
 ALIGNMENT = 64
 IGNORED = -100
 """The label of a position that does not count, as in torch."""
@@ -21,7 +23,7 @@ IGNORED = -100
 
 def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """The mean over labels that are not ignored; 0 where there are none (the mean over nothing would be NaN)."""
-    total = functional.cross_entropy(_wide(logits), labels, ignore_index=IGNORED, reduction="sum")
+    total = functional.cross_entropy(_wide(logits), whole(labels), ignore_index=IGNORED, reduction="sum")
     return total / _at_least_one(labels)
 
 
@@ -30,7 +32,7 @@ def projected_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, labels
 
     The products run in the dtype of `hidden`; logits are summed up and differentiated in fp32 at least.
     """
-    return _ProjectedCrossEntropy.apply(hidden, weight, bias, labels, chunk) / _at_least_one(labels)
+    return _ProjectedCrossEntropy.apply(hidden, weight, bias, whole(labels), chunk) / _at_least_one(labels)
 
 
 class _ProjectedCrossEntropy(torch.autograd.Function):

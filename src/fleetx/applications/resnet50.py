@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fleetx.applications.base import Application, Count
+from fleetx.applications.base import Application, Count, whole
 from fleetx.optim.checks import check_count, check_number
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -103,7 +103,7 @@ class Resnet50(Application):
         # In fp32 also under autocast, whose list of fp32 operators differs between devices.
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss = functional.cross_entropy(
-            logits, labels, ignore_index=NOTHING_IGNORED, label_smoothing=self.label_smoothing
+            logits, whole(labels), ignore_index=NOTHING_IGNORED, label_smoothing=self.label_smoothing
         )
         return {"loss": loss}
 
