@@ -505,6 +505,12 @@ def test_what_is_no_toml(text, tmp_path):
         DistributedStrategy.load(path)
 
 
+@pytest.mark.parametrize("nested", ["[", "{a="])
+def test_toml_that_is_nested_too_deep(nested):
+    with pytest.raises(ValueError, match="must be valid TOML, got values nested too deep; settings nest once"):
+        DistributedStrategy.from_toml("amp = " + nested * 20_000)
+
+
 def test_a_file_that_is_no_text(tmp_path):
     path = tmp_path / "run.toml"
     path.write_bytes(b"\xff\xfe")

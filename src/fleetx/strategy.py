@@ -278,6 +278,8 @@ class DistributedStrategy(Settings):
             settings = tomllib.loads(text)
         except ValueError as error:
             raise ValueError(f"{source} must be valid TOML, got: {error}; correct that line") from None
+        except RecursionError:
+            raise ValueError(f"{source} must be valid TOML, got values nested too deep; settings nest once") from None
         strategy = cls()
         strategy.update(settings, source)
         return strategy

@@ -133,7 +133,11 @@ def test_broken_files_are_named(tmp_path):
     (tmp_path / files.WEIGHTS).write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match="model.safetensors is not a whole safetensors file"):
         Bert.from_folder(tmp_path)
-    for text, message in (("{", "is not JSON"), ("[]", "must hold a JSON object, not a list")):
+    for text, message in (
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[]", "must hold a JSON object, not a list"),
+    ):
         (tmp_path / files.CONFIG).write_text(text)
         with pytest.raises(ValueError, match=message):
             Bert.from_folder(tmp_path)

@@ -227,6 +227,7 @@ def test_a_profile_survives_json_exactly():
     ("text", "message"),
     [
         ("{", "a plan is JSON, and this is not"),
+        pytest.param("[" * 100_000, "a plan is JSON, and this is not", id="deep"),
         ("[]", "a JSON object with format 'fleetx.plan', got \\[\\]"),
         ('{"format": "fleetx.plan", "version": 99}', "reads plans of version 1, got 99"),
         ('{"format": "fleetx.plan", "version": 1}', "incomplete"),
@@ -266,6 +267,16 @@ def test_a_plan_with_a_state_too_few_is_refused():
         ("fingerprint", 7),
         ("planning_seconds", -1.0),
         ("planning_seconds", "long"),
+        ("peak_by_kind", None),
+        ("peak_by_kind", {"parameters": "x"}),
+        ("runners_up", [["x", 1, 1.0, 1, "words"]]),
+        ("curve", [[1, None, 1, 1]]),
+        ("measured", [1, math.nan]),
+        ("timeline", [["0", "forward", 0.0, 1, 1, []]]),
+        ("reason", 7),
+        ("is_exact", 1),
+        ("seconds", 10**400),
+        ("notes", [1]),
     ],
 )
 def test_a_damaged_plan_is_refused_with_the_value_that_is_wrong(name, value):

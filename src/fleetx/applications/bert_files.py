@@ -98,7 +98,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{path} is missing: a Hugging Face folder has {CONFIG} and {WEIGHTS}.")
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter where it is nested too deep
         raise ValueError(f"{path} is not JSON ({error}). Get it again.") from error
     if not isinstance(contents, dict):
         raise ValueError(f"{path} must hold a JSON object, not a {type(contents).__name__}. Get it again.")

@@ -18,6 +18,7 @@ from fleetx.memory.names import Cuts, find_cuts
 from fleetx.memory.refusing import HAS_A_PLAN
 from fleetx.notices import shown
 from fleetx.planner.chain import Point, State
+from fleetx.planner.field_types import require_types
 from fleetx.slicing import Batch, batch_size, split
 
 FORMAT, VERSION = "fleetx.plan", 1
@@ -215,7 +216,7 @@ class Plan:
         """A plan from what `to_json` wrote."""
         try:
             values = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:  # nested too deep
             raise ValueError(f"a plan is JSON, and this is not ({error}): write it with plan.to_json().") from error
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             raise ValueError(f"a plan is a JSON object with format {FORMAT!r}, got {shown(values)}: make one anew.")
@@ -224,12 +225,14 @@ class Plan:
                 f"this FleetX reads plans of version {VERSION}, got {shown(values.get('version'))}: make the plan anew."
             )
         try:
-            return cls(**_read({name: value for name, value in values.items() if name not in ("format", "version")}))
-        except (KeyError, TypeError, ValueError) as error:
+            plan = cls(**_read({name: value for name, value in values.items() if name not in ("format", "version")}))
+            require_types(plan)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             said = str(error).rstrip(".")
             raise ValueError(
                 f"this plan is damaged, incomplete or has entries that plans do not have: {said}; make the plan anew."
             ) from error
+        return plan
 
     def save(self, path: str | Path) -> None:
         """Write it to a file."""
