@@ -1,11 +1,14 @@
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 import torch
+from torch.utils.data import Subset
 
 from fleetx.data import Loader, SampleError, ShardedBatches
 from fleetx.data.loader import Loading
@@ -268,3 +271,78 @@ def test_what_is_no_state_is_refused(state, message):
 def test_options_of_a_wrong_type_are_refused(options, name):
     with pytest.raises(TypeError, match=rf"{name} must be a .*number"):
         Loader([1], ShardedBatches(1, 1), **options)
+
+
+def draw():
+    """One number from each of the generators that data sets share with everything else."""
+    return [torch.rand(()).item(), np.random.random(), random.random()]
+
+
+class Drawing:
+    """Samples with random parts from the global generators, as torchvision's transforms have them."""
+
+    def __len__(self):
+        return 11
+
+    def __getitem__(self, index):
+        return [index, *draw()]
+
+
+class DrawingMany(Drawing):
+    """The same, read a batch at a time."""
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+def collate_drawing(samples):
+    return {"samples": samples, "collate": draw()}
+
+
+def drawing(dataset, num_workers=0, **plan):
+    plan = ShardedBatches(len(dataset), 4, seed=5, **plan)
+    return Loader(dataset, plan, num_workers=num_workers, collate=collate_drawing)
+
+
+def test_global_draws_depend_on_seed_epoch_and_sample_only():
+    loader = drawing(Drawing())
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    first = two_epochs(loader)
+    alone = draw()
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    assert draw() == alone  # the caller's generators did not follow the samples
+    loader.set_epoch(0)
+    assert two_epochs(loader) == first
+    samples = {
+        (number // 3, sample[0]): sample[1:] for number, batch in enumerate(first) for sample in batch["samples"]
+    }
+    assert len({number for numbers in samples.values() for number in numbers}) == 2 * 11 * 3
+    for rank in range(2):
+        for batch in drawing(Drawing(), rank=rank, workers=2):
+            assert all(samples[0, sample[0]] == sample[1:] for sample in batch["samples"])
+    halves = drawing(Subset(DrawingMany(), range(11))), drawing(Subset(Drawing(), range(11)))
+    assert [list(half) == first[:3] for half in halves] == [False, True]
+
+
+@pytest.mark.middle
+@pytest.mark.parametrize("dataset", [Drawing(), DrawingMany()])
+def test_global_draws_are_the_same_for_any_number_of_loading_processes(dataset):
+    loader = drawing(dataset)
+    expected = two_epochs(loader)
+    assert len({str(batch["collate"]) for batch in expected}) == 6
+    for before, after in ((2, 0), (0, 2), (2, 1)):
+        interrupted = drawing(dataset, before)
+        got = [next(iter(interrupted)) for _ in range(2)]
+        resumed = drawing(dataset, after)
+        resumed.load_state_dict(interrupted.state_dict())
+        interrupted.close()
+        assert [*got, *two_epochs(resumed)] == expected
+
+
+def test_a_failing_sample_gives_the_callers_generators_back():
+    loader = Loader(Wrong(), ShardedBatches(23, 4))
+    state = random.getstate(), torch.get_rng_state()
+    with pytest.raises(KeyError):
+        list(loader)
+    assert random.getstate() == state[0]
+    assert torch.equal(torch.get_rng_state(), state[1])

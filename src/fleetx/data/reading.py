@@ -2,11 +2,12 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset, Subset, get_worker_info
 
-from fleetx.data.randomness import Epoch
+from fleetx.data.randomness import COLLATING_STREAM, READING_STREAM, Epoch, generators_kept
 from fleetx.data.travelling import packed
 
 OnError = Literal["raise", "skip"]
@@ -57,7 +58,11 @@ class Failure(NamedTuple):
 
 
 class BatchReader(Dataset[Reply | Failure]):
-    """Reads whole batches. A bad sample fails the batch, or is replaced by the next good one of the data set."""
+    """Reads whole batches. A bad sample fails the batch, or is replaced by the next good one of the data set.
+
+    The global generators are seeded before each sample and each collation, so that a batch depends on nothing else than
+    seed, epoch and samples. The training process gets its own generators back.
+    """
 
     def __init__(self, dataset: EpochSamples | Sequence[Any], collate: Collate, seed: int, on_error: OnError) -> None:
         self.dataset = dataset
@@ -68,20 +73,33 @@ class BatchReader(Dataset[Reply | Failure]):
     def __getitem__(self, index: Request) -> Reply | Failure:
         epoch = Epoch(self.seed, index.epoch)
         skipped: Counter[str] = Counter()
-        try:
-            samples = [self._good_sample(number, epoch, skipped) for number in index.indices]
-        except SampleError as bad:
-            return Failure(bad.kind, str(bad))
-        batch = self.collate(samples)
-        return Reply(batch if get_worker_info() is None else packed(batch), dict(skipped))
+        in_training_process = get_worker_info() is None
+        with generators_kept() if in_training_process else nullcontext():
+            try:
+                samples = self._samples(index.indices, epoch, skipped)
+            except SampleError as bad:
+                return Failure(bad.kind, str(bad))
+            epoch.seed_generators(index.indices[0], COLLATING_STREAM)
+            batch = self.collate(samples)
+        return Reply(batch if in_training_process else packed(batch), dict(skipped))
 
-    def _good_sample(self, index: int, epoch: Epoch, skipped: Counter[str]) -> Any:
+    def _samples(self, indices: list[int], epoch: Epoch, skipped: Counter[str]) -> list[Any]:
+        dataset: Any = self.dataset
+        if isinstance(dataset, EpochSamples) or not _reads_many(dataset):
+            return [self._good_sample(index, epoch, skipped) for index in indices]
+        epoch.seed_generators(indices[0], READING_STREAM)
+        return dataset.__getitems__(indices)
+
+    def _good_sample(self, first: int, epoch: Epoch, skipped: Counter[str]) -> Any:
         if not isinstance(self.dataset, EpochSamples):
-            return self.dataset[index]
+            epoch.seed_generators(first, READING_STREAM)
+            return self.dataset[first]
         size, bad_ones = len(self.dataset), Counter[str]()
         for further in range(size):
+            index = (first + further) % size
+            epoch.seed_generators(index, READING_STREAM)
             try:
-                return self.dataset.sample((index + further) % size, epoch)
+                return self.dataset.sample(index, epoch)
             except SampleError as bad:
                 if self.on_error == "raise":
                     raise
@@ -89,3 +107,10 @@ class BatchReader(Dataset[Reply | Failure]):
                 if further == 0:  # those that come after it are counted when they are asked for themselves
                     skipped[bad.reason] += 1
         raise SampleError("no good sample", f"every one of the {size} samples is bad: {dict(bad_ones)}.")
+
+
+def _reads_many(dataset: Any) -> bool:
+    """Whether a data set reads a batch at once. A `Subset` says so of itself, and does what its data set does."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return callable(getattr(dataset, "__getitems__", None))
