@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from fleetx.data import Epoch, load_imagenet_from_file, make_imagenet
-from fleetx.data.cropping import centre_box, random_box, read_train, read_val, resample
+from fleetx.data.cropping import FORMATS, centre_box, random_box, read_train, read_val, resample
 from fleetx.data.imagenet import read_list
 
 
@@ -138,6 +138,37 @@ def test_every_kind_of_image_becomes_three_colours(tmp_path, mode):
     image = Image.new("RGB", (30, 20), (250, 250, 250)).convert(mode)
     image.save(tmp_path / name, **({"transparency": b"\0\1"} if mode == "P" else {}))
     assert read_val(tmp_path / name, 8).shape == (8, 8, 3)
+
+
+@pytest.mark.parametrize("name", ["image.png", "image.tiff"])
+def test_grey_of_16_bits_keeps_its_brightness(tmp_path, name):
+    ramp = np.linspace(0, 65535, 30).astype(np.uint16)[None].repeat(20, axis=0)
+    Image.fromarray(ramp).save(tmp_path / name)
+    Image.fromarray((ramp >> 8).astype(np.uint8)).save(tmp_path / f"8.{name}")
+    assert torch.equal(read_val(tmp_path / name, 8), read_val(tmp_path / f"8.{name}", 8))
+
+
+@pytest.mark.parametrize(("kind", "tags"), [(np.int32, {}), (np.float32, {}), (np.uint16, {262: 0})])
+def test_values_without_a_known_white_are_refused(tmp_path, kind, tags):
+    path = write_list(tmp_path, "a.JPEG 0\n")
+    Image.fromarray(np.full((20, 20), 200, kind)).save(tmp_path / "a.JPEG", "TIFF", tiffinfo=tags)
+    with pytest.raises(ValueError, match=r"list.txt:1: .*a.JPEG cannot be decoded \(its values \(mode .*convert it\)"):
+        next(iter(load(path)))
+
+
+def test_a_format_that_runs_other_programs_is_refused(tmp_path, monkeypatch):
+    path = write_list(tmp_path, "a.JPEG 0\n")
+    Image.new("RGB", (20, 20)).save(tmp_path / "a.JPEG", "EPS")
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: pytest.fail("Ghostscript was run"))
+    with pytest.raises(ValueError, match=r"a.JPEG cannot be decoded \(it is no image in one of the formats JPEG, PNG"):
+        next(iter(load(path)))
+
+
+@pytest.mark.middle
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_formats_that_are_read(tmp_path, form):
+    Image.new("RGB", (20, 20), (200, 10, 10)).save(tmp_path / "image", form)
+    assert (read_val(tmp_path / "image", 8)[0, 0] - torch.tensor([200, 10, 10])).abs().max() < 8
 
 
 def test_images_lie_in_the_lists_folder_or_in_one_named_like_it(tmp_path):

@@ -11,8 +11,10 @@ from torch import Tensor
 from fleetx.extras import needs_extra
 
 with needs_extra("images", "Reading images"):
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
+# Pillow reads some forty formats, and runs Ghostscript for one of them, whatever the name of the file says.
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 AREA = (0.08, 1.0)
 RATIO = (3 / 4, 4 / 3)
 TRIES = 10
@@ -29,7 +31,7 @@ DECODING_ERRORS = (OSError, SyntaxError, ValueError, EOFError, struct.error, Ima
 
 def read_train(path: Path, size: int, rng: np.random.Generator) -> Tensor:
     """A random part of the image, perhaps mirrored: bytes of shape (size, size, 3)."""
-    with Image.open(path) as image:
+    with open_image(path) as image:
         box = random_box(*image.size, rng)
         cut = resample(image, box, size)
     if rng.random() < 0.5:
@@ -39,8 +41,16 @@ def read_train(path: Path, size: int, rng: np.random.Generator) -> Tensor:
 
 def read_val(path: Path, size: int) -> Tensor:
     """The centre of the image."""
-    with Image.open(path) as image:
+    with open_image(path) as image:
         return _as_tensor(resample(image, centre_box(*image.size), size))
+
+
+def open_image(path: Path) -> Image.Image:
+    """Open an image of one of `FORMATS`; its pixels are read later."""
+    try:
+        return Image.open(path, formats=FORMATS)
+    except UnidentifiedImageError:
+        raise ValueError(f"it is no image in one of the formats {', '.join(FORMATS)}: convert it") from None
 
 
 def random_box(width: int, height: int, rng: np.random.Generator) -> Box:
@@ -72,12 +82,26 @@ def resample(image: Image.Image, box: Box, size: int) -> Image.Image:
     if image.size != (width, height):
         across, down = image.size[0] / width, image.size[1] / height
         box = (box[0] * across, box[1] * down, box[2] * across, box[3] * down)
+    if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+        image = _grey_of_16_bits(image)
     if image.mode not in ("RGB", "L"):
         # Pillow warns when a palette with transparency loses it in one go.
         picture = image.convert("RGBA") if "transparency" in image.info else image
         return picture.convert("RGB").resize((size, size), Image.Resampling.BILINEAR, box=box)
     cut = image.resize((size, size), Image.Resampling.BILINEAR, box=box)
     return cut if cut.mode == "RGB" else cut.convert("RGB")
+
+
+def _grey_of_16_bits(image: Image.Image) -> Image.Image:
+    """The upper eight bits, as Pillow takes them of colours; its own conversion makes all brighter than 255 white."""
+    # Tags 258 and 262 are the bits of a value and whether 0 is black: 12 bits and negatives have the same mode.
+    tags = getattr(image, "tag_v2", {})
+    if image.format != "PNG" and not (image.mode != "I" and tags.get(258) == (16,) and tags.get(262) == 1):
+        raise ValueError(
+            f"its values (mode {image.mode}) have no known white: of images with one channel of more than 8 bits only "
+            "PNG and unsigned 16-bit TIFF files with black as 0 can be read; convert it"
+        )
+    return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
 
 
 def _centred(width: int, height: int, wide: float, high: float) -> Box:
