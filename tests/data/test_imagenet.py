@@ -70,6 +70,13 @@ def test_two_workers_share_an_epoch_and_wrap_its_end(made):
     assert counts == [[2, 2], [2, 2]]
 
 
+def test_validation_on_two_workers_sees_every_image_once(made):
+    parts = [list(load(made.parent / "val.txt", phase="val", batch_size=1, rank=r, workers=2)) for r in (0, 1)]
+    assert [[len(batch["labels"]) for batch in part] for part in parts] == [[1, 1, 1], [1, 1, 0]]
+    empty = parts[1][2]["images"]
+    assert (empty.shape, empty.dtype) == ((0, 3, 16, 16), torch.uint8)
+
+
 def test_epochs_augment_anew_and_validation_does_not(made):
     samples = load(made).dataset
     assert torch.equal(samples.sample(3, Epoch(0, 1))[0], samples.sample(3, Epoch(0, 1))[0])
@@ -195,7 +202,7 @@ def test_bad_lines(tmp_path, lines, message, reason):
     path = write_list(tmp_path, lines)
     with pytest.raises(ValueError, match=message):
         load(path, classes=7)
-    loader = load(path, classes=7, on_error="skip")
+    loader = load(path, classes=7, on_error="skip", last="keep")
     assert [batch["labels"].tolist() for batch in loader] == [[0]]
     assert loader.skipped == {reason: 1}
 

@@ -137,12 +137,40 @@ def test_a_state_resumes_on_another_number_of_workers():
         assert sorted(torch.cat([part["index"] for part in both]).tolist()) == sorted(batch["index"].tolist())
 
 
-def test_a_state_near_an_end_that_is_dealt_otherwise_is_refused():
+def test_a_state_before_a_batch_with_too_few_samples_resumes_on_more_workers():
     loader = build(size=21)
     for _ in range(5):
         next(loader())
-    with pytest.raises(ValueError, match=r"20 samples had been given, but 5 batches of epoch 0 now hold 19.*as many"):
-        build(size=21, rank=0, workers=2).load_state_dict(loader.state_dict())
+    state, (last,) = loader.state_dict(), list(loader)
+    ranks = [build(size=21, rank=rank, workers=2) for rank in range(2)]
+    for rank in ranks:
+        rank.load_state_dict(state)
+    full, empty = (list(rank) for rank in ranks)
+    same(full, [last])
+    assert [{name: (*value.shape, value.dtype) for name, value in batch.items()} for batch in empty] == [
+        {"index": (0, torch.int64), "noise": (0, 3, torch.float64)}
+    ]
+    assert ranks[0].state_dict() == ranks[1].state_dict() == loader.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("collate", "empty"), [(list, []), (lambda samples: tuple(zip(*samples, strict=True)), ()), (len, 0)]
+)
+def test_other_empty_batches_are_collated_from_no_samples(collate, empty):
+    loader = Loader([torch.ones(2)] * 3, ShardedBatches(3, 2, rank=1, workers=2), collate=collate)
+    assert list(loader)[1] == empty
+
+
+def test_a_collate_that_needs_samples_is_named():
+    loader = Loader(["one", "two", "three"], ShardedBatches(3, 2, rank=1, workers=2))
+    with pytest.raises(ValueError, match=r"could not be collated \(IndexError.*let collate= take an empty list, or"):
+        list(loader)
+
+
+def test_a_changed_plan_shows_in_the_number_of_samples():
+    state = build(size=21).state_dict()
+    with pytest.raises(ValueError, match=r"3 samples had been given, but 1 batches of epoch 0 now hold 4"):
+        build(size=21).load_state_dict(state | {"batches": 1, "samples": 3})
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

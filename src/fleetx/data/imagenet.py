@@ -46,8 +46,8 @@ def load_imagenet_from_file(
     proportion for other sizes) and never shuffles.
 
     The images lie in a folder named like the list without `.txt` or, where that does not hold the first of them, in
-    the list's folder. Every epoch deals all images to the workers; in training the end is wrapped so that workers have
-    equally many, in validation nothing is doubled (`last` changes that, see `ShardedBatches`).
+    the list's folder. Every epoch deals all images to the workers; in training the end is filled to a whole batch, in
+    validation nothing is doubled and the last batch may be empty (`last` changes that, see `ShardedBatches`).
 
     A bad line or image is an error with its file and line. With `on_error="skip"` bad lines are left out, and a
     missing or broken image is replaced by the next good one of the list, so that no other batch on any worker changes;

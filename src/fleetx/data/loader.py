@@ -148,8 +148,8 @@ class Loader:
         if state["samples"] != self.plan.samples(epoch, given):
             raise ValueError(
                 f"{state['samples']} samples had been given, but {given} batches of epoch {epoch} now hold "
-                f"{self.plan.samples(epoch, given)}: the end of an epoch is dealt otherwise to another number of "
-                "workers. Resume with as many workers as there were, or use set_epoch."
+                f"{self.plan.samples(epoch, given)}: they were dealt otherwise. Resume with the plan that was saved, "
+                "or use set_epoch."
             )
         self._go_to(epoch, given)
 

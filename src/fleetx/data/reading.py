@@ -9,6 +9,7 @@ from torch.utils.data import Dataset, Subset, get_worker_info
 
 from fleetx.data.randomness import COLLATING_STREAM, READING_STREAM, Epoch, generators_kept
 from fleetx.data.travelling import packed
+from fleetx.slicing import batch_size, map_tensors
 
 OnError = Literal["raise", "skip"]
 Collate = Callable[[list[Any]], Any]
@@ -76,12 +77,31 @@ class BatchReader(Dataset[Reply | Failure]):
         in_training_process = get_worker_info() is None
         with generators_kept() if in_training_process else nullcontext():
             try:
-                samples = self._samples(index.indices, epoch, skipped)
+                batch = self._collated(index.indices, epoch, skipped) if index.indices else self._empty(epoch)
             except SampleError as bad:
                 return Failure(bad.kind, str(bad))
-            epoch.seed_generators(index.indices[0], COLLATING_STREAM)
-            batch = self.collate(samples)
         return Reply(batch if in_training_process else packed(batch), dict(skipped))
+
+    def _collated(self, indices: list[int], epoch: Epoch, skipped: Counter[str]) -> Any:
+        samples = self._samples(indices, epoch, skipped)
+        epoch.seed_generators(indices[0], COLLATING_STREAM)
+        return self.collate(samples)
+
+    def _empty(self, epoch: Epoch) -> Any:
+        """A batch like any other but without samples, for a worker that has none in the last batch of an epoch."""
+        one, two = (self._collated([0] * samples, epoch, Counter()) for samples in (1, 2))
+        # A tensor with a row for each sample is cut to none; a list of the samples themselves is not such a batch.
+        if (_rows(one), _rows(two)) == (1, 2):
+            return map_tensors(one, lambda tensor: tensor[:0] if tensor.dim() else tensor)
+        try:
+            return self.collate([])
+        except Exception as error:
+            raise SampleError(
+                "no samples",
+                f"the last batch of epoch {epoch.number} has fewer samples than there are workers, and this worker's "
+                f"empty share could not be collated ({type(error).__name__}: {error}): let collate= take an empty "
+                "list, or make the plan with last='wrap' or 'drop'.",
+            ) from error
 
     def _samples(self, indices: list[int], epoch: Epoch, skipped: Counter[str]) -> list[Any]:
         dataset: Any = self.dataset
@@ -107,6 +127,14 @@ class BatchReader(Dataset[Reply | Failure]):
                 if further == 0:  # those that come after it are counted when they are asked for themselves
                     skipped[bad.reason] += 1
         raise SampleError("no good sample", f"every one of the {size} samples is bad: {dict(bad_ones)}.")
+
+
+def _rows(batch: Any) -> int | None:
+    """The rows that all tensors of a batch have; None where it holds anything else, or they differ."""
+    try:
+        return batch_size(batch)
+    except (TypeError, ValueError):
+        return None
 
 
 def _reads_many(dataset: Any) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 from fleetx.comm import world
 from fleetx.data.checks import whole_number
 from fleetx.data.randomness import Epoch, check_seed
+from fleetx.notices import tell_once
 
 Last = Literal["keep", "wrap", "drop"]
 
@@ -42,12 +43,12 @@ class BatchPlan(Protocol):
 class ShardedBatches:
     """Index batches of one worker. The order depends on seed and epoch only, so all workers agree on it.
 
-    A global batch is dealt out with the workers' number as stride. `last` says what becomes of the end of an epoch:
+    A global batch is dealt out with the workers' number as stride; which samples it holds does not depend on their
+    number. `last` says what becomes of the end of an epoch:
 
     - `"keep"`: nothing is lost or doubled. The last batch is shorter, and workers may differ by one sample, which the
-      step weighs correctly. An end too small to give every worker a sample shares evenly with the batch before it
-      (and where even that is too small, it is filled to one sample each by wrapping to the epoch's first samples).
-    - `"wrap"`: filled to a multiple of the workers by wrapping, so that all workers have equally many samples.
+      step weighs correctly. With fewer samples than workers some have none, and their batch is empty.
+    - `"wrap"`: filled to a whole global batch with the epoch's first samples, so that all workers have equally many.
     - `"drop"`: only full batches.
     """
 
@@ -73,6 +74,11 @@ class ShardedBatches:
             )
         if last not in get_args(Last):
             raise ValueError(f"last must be one of {', '.join(map(repr, get_args(Last)))}, got {last!r}.")
+        if last == "wrap" and global_batch % self.workers:
+            raise ValueError(
+                f"last='wrap' gives all workers equally many samples, and a global batch of {global_batch} cannot be "
+                f"shared equally by {self.workers} workers: make it a multiple of {self.workers}, or use last='keep'."
+            )
         if last == "drop" and size < global_batch:
             raise ValueError(
                 f"last='drop' gives only full batches, and {size} samples do not fill one of {global_batch}: "
@@ -84,6 +90,13 @@ class ShardedBatches:
         self.shuffle = shuffle
         self.last = last
         self._sizes = self._batch_sizes()
+        if self._sizes[-1] < self.workers:
+            tell_once(
+                "sharding-empty",
+                f"the last batch of an epoch has {self._sizes[-1]} samples for {self.workers} workers: those without "
+                "any get an empty batch, whose mean loss is NaN. Weigh by samples (items= of minimize), or use "
+                "last='wrap' or 'drop'.",
+            )
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -122,12 +135,7 @@ class ShardedBatches:
         sizes = [self.global_batch] * full
         if rest == 0 or self.last == "drop":
             return sizes
-        if self.last == "wrap":
-            return [*sizes, rest + -rest % self.workers]
-        if rest < self.workers and full and self.global_batch + rest >= 2 * self.workers:
-            both = sizes.pop() + rest
-            return [*sizes, both - both // 2, both // 2]
-        return [*sizes, max(rest, self.workers)]
+        return [*sizes, self.global_batch if self.last == "wrap" else rest]
 
 
 def place(rank: int | None, workers: int | None) -> tuple[int, int]:

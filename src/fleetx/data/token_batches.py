@@ -14,8 +14,8 @@ class TokenBatches:
     """Index batches of one worker: a batch grows while (samples + 1) x longest is at most `tokens`.
 
     All workers form the same batches from the epoch's order and take turns. If the last turn has too few batches, the
-    largest of them are halved until there is one for each worker, so nothing is lost or doubled; only where there are
-    fewer samples than workers, the epoch's first samples fill up.
+    largest of them are halved until there is one for each worker, so nothing is lost or doubled; where there are fewer
+    samples than workers, the last workers' batches are empty.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class TokenBatches:
             lengths = self.lengths(epoch)
             order = epoch.order(len(lengths)) if self.shuffle else torch.arange(len(lengths))
             batches = order.split(grow(lengths[order.numpy()], self.tokens))
-            self._planned[number] = _for_all_workers(list(batches), order, self.workers)
+            self._planned[number] = _for_all_workers(list(batches), self.workers)
         return self._planned[number]
 
 
@@ -82,13 +82,13 @@ def grow(lengths: np.ndarray, tokens: int) -> list[int]:
     return [*sizes, count]
 
 
-def _for_all_workers(batches: list[Tensor], order: Tensor, workers: int) -> list[Tensor]:
+def _for_all_workers(batches: list[Tensor], workers: int) -> list[Tensor]:
     whole = len(batches) // workers * workers
     full, rest = batches[:whole], batches[whole:]
     while rest and len(rest) < workers:
         largest = max(range(len(rest)), key=lambda number: len(rest[number]))
         if len(rest[largest]) == 1:
-            filling = order.repeat(workers)[: workers - len(rest)]
-            return [*full, *rest, *filling.split(1)]
+            nothing = rest[largest][:0]
+            return [*full, *rest, *[nothing] * (workers - len(rest))]
         rest[largest : largest + 1] = rest[largest].tensor_split(2)
     return [*full, *rest]
