@@ -4,6 +4,7 @@ import pickle
 import random
 import re
 from collections import Counter
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from fleetx import fleet
 from fleetx.checkpoint import CheckpointError, inspect, survey
 from fleetx.checkpoint.manifest import read_manifest
 from fleetx.checkpoint.snapshot import HostCopies
+from fleetx.data import Loader, ShardedBatches
 from tests.checkpoint.making import BATCH, SAMPLES, Parts, same
 
 
@@ -298,6 +300,51 @@ def test_what_was_not_saved_is_named_before_anything_is_put_back(tmp_path, names
     with pytest.raises(CheckpointError, match=message):
         checkpoints.resume()
     assert same(parts.weights(), before)
+
+
+class Refusing:
+    """Somebody else's object, which can refuse its state only when it is loaded."""
+
+    def state_dict(self):
+        return {"value": 1}
+
+    def load_state_dict(self, state):
+        raise ValueError("this state is refused")
+
+
+def other_batch(parts):
+    return {"loader": Loader(parts.loader.dataset, ShardedBatches(SAMPLES, BATCH + 1, seed=3))}
+
+
+def without_schedule(parts):
+    inner = torch.optim.Adam(parts.model.parameters(), lr=0.05)
+    return {"optimizer": fleet.distributed_optimizer(inner, parts.optimizer.strategy)}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (other_batch, r"same plan of batches: global_batch was 4 and is 5"),
+        (without_schedule, r"this optimizer has not a scheduler and the state dict has"),
+        (lambda _: {"also": {"other": Refusing()}}, r"this state is refused"),
+    ],
+)
+def test_a_resume_that_is_refused_changes_nothing(tmp_path, changed, message):
+    Parts(tmp_path, also={"other": Refusing()}).train(4).saved(4)
+    parts = Parts(seed=5).train(1)
+    given = {"loader": parts.loader, "optimizer": parts.optimizer, "also": {"other": torch.Generator()}}
+    given |= changed(parts)
+    checkpoints = X.Checkpoints(tmp_path, model=parts.model, **given)
+
+    def state():
+        optimizer = {name: value for name, value in given["optimizer"].state_dict().items() if name != "fleetx"}
+        return [parts.weights(), optimizer, torch.get_rng_state()]
+
+    before, position = deepcopy(state()), given["loader"].state_dict()
+    with pytest.raises(ValueError, match=message):
+        checkpoints.resume()
+    torch.testing.assert_close(state(), before, rtol=0, atol=0)
+    assert given["loader"].state_dict() == position
 
 
 def test_what_is_left_out_is_told(tmp_path, caplog):

@@ -4,7 +4,7 @@ from typing import Any
 
 from fleetx.checkpoint import state
 from fleetx.checkpoint.loading import Reading
-from fleetx.checkpoint.state import Run
+from fleetx.checkpoint.state import Pieces, Run
 from fleetx.checkpoint.workers import Workers
 from fleetx.fleet.optimizer import DistributedOptimizer
 
@@ -12,30 +12,44 @@ Tree = dict[str, Any]
 
 
 def put_back(run: Run, reading: Reading, workers: Workers) -> tuple[Tree, int]:
-    """Load what was read; gives the caller's own values, and how many micro-batches are replayed."""
+    """Load what was read; gives the caller's own values, and how many micro-batches are replayed.
+
+    Everything is checked on all workers before anything is written on one of them.
+    """
+    found: list[tuple[Pieces, Tree, int]] = []
+
+    def check() -> None:
+        found.append(_pieces(run, reading, workers))
+        state.check(run, found[0][0])
+
+    workers.each(check)
+    pieces, extra, held = found[0]
+    workers.each(lambda: state.put_back(run, pieces))
+    return extra, held
+
+
+def _pieces(run: Run, reading: Reading, workers: Workers) -> tuple[Pieces, Tree, int]:
     saved, rank = reading.manifest.workers, workers.rank
     shared = reading.shared()
     if saved != workers.size:
         first = reading.own(0)
         state.require_parts(run, first)
         held = _require_replayable(run, [reading.encoded_own(one) for one in range(saved)])
-        state.restore_elsewhere(run, shared, first, reading.own(rank) if rank < saved else None, rank)
-        return first["extra"], held
+        mine = reading.own(rank) if rank < saved else None
+        return state.pieces_elsewhere(run, shared, first, mine, rank), first["extra"], held
     own = reading.own(rank)
     state.require_parts(run, own)
     if _windows_go_on(run, shared, own):
-        state.restore(run, shared, own)
-        return own["extra"], 0
+        return state.pieces_here(run, shared, own), own["extra"], 0
     held = _require_replayable(run, [reading.encoded_own(rank)])
-    state.restore_elsewhere(run, shared, own, own, rank)
-    return own["extra"], held
+    return state.pieces_elsewhere(run, shared, own, own, rank), own["extra"], held
 
 
 def _windows_go_on(run: Run, shared: Tree, own: Tree) -> bool:
     """Whether windows in progress are still to be merged from as many micro-batches as before."""
     return not any(
         isinstance(optimizer, DistributedOptimizer)
-        and own["windows"][name]["held"]
+        and (own["windows"][name] or {}).get("held")
         and shared["optimizers"][name]["fleetx"]["k_steps"] != optimizer.engine.k_steps
         for name, optimizer in run.optimizers.items()
     )

@@ -131,48 +131,111 @@ def require_parts(run: Run, own: Tree) -> None:
             )
 
 
-def restore(run: Run, shared: Tree, own: Tree) -> None:
-    """Put back the state of the same worker of the same number of workers."""
-    _restore_shared(run, shared, own, own["also"], windows=own["windows"])
-    for name, loader in run.loaders.items():
-        loader.load_state_dict(own["loaders"][name])
-    if run.start is not None and own["start"] is not None:
-        run.start.load_state(own["start"])
-    set_random_state(own["random"], run.devices)
+@dataclass
+class Pieces:
+    """What each object of a run is given by a checkpoint."""
+
+    models: dict[str, Tree]
+    optimizers: dict[str, Tree]
+    also: dict[str, Any]
+    loaders: dict[str, Any]
+    random: Tree
+    start: Tree | None = None
+    """Where the window in progress began, if it goes on."""
+    buffers: Tree | None = None
+    """Those of the models at the start of a window that begins again."""
+    new_rank: int | None = None
+    """The number of a worker that was not there when this was saved: its random state is derived."""
 
 
-def restore_elsewhere(run: Run, shared: Tree, first: Tree, mine: Tree | None, rank: int) -> None:
-    """Put back the state for another number of workers, where a window in progress begins anew.
+def pieces_here(run: Run, shared: Tree, own: Tree) -> Pieces:
+    """For the same worker of the same number of workers."""
+    return Pieces(
+        models=_model_states(run, shared, own),
+        optimizers={name: _with_window(shared["optimizers"][name], own["windows"][name]) for name in run.optimizers},
+        also=own["also"],
+        loaders=own["loaders"],
+        random=own["random"],
+        start=own["start"] if run.start is not None else None,
+    )
+
+
+def pieces_elsewhere(run: Run, shared: Tree, first: Tree, mine: Tree | None, rank: int) -> Pieces:
+    """For another number of workers, where a window in progress begins again.
 
     `first` is the own state of worker 0, `mine` that of the worker with this number, if there was one.
     """
-    also = (mine or first)["also"]
-    _restore_shared(run, shared, first, also, windows=dict.fromkeys(run.optimizers))
-    positions = first["loaders"]
-    if first["start"] is not None:
-        assert run.start is not None
-        positions |= first["start"]["loaders"]
-        run.start.begin_anew(first["start"]["buffers"])
-    for name, loader in run.loaders.items():
-        loader.load_state_dict(positions[name])
-    if mine is not None:
-        set_random_state(mine["random"], run.devices)
-    else:
-        set_derived_state(first["random"], rank)
+    begun = first["start"]
+    return Pieces(
+        models=_model_states(run, shared, first),
+        optimizers={name: _with_window(shared["optimizers"][name], None) for name in run.optimizers},
+        also=(mine or first)["also"],
+        loaders=first["loaders"] | (begun["loaders"] if begun is not None else {}),
+        random=(mine or first)["random"],
+        buffers=begun["buffers"] if begun is not None else None,
+        new_rank=rank if mine is None else None,
+    )
 
 
-def _restore_shared(run: Run, shared: Tree, own: Tree, also: Tree, windows: Tree) -> None:
+def check(run: Run, pieces: Pieces) -> None:
+    """Raise if an object would refuse its piece; nothing has been written yet."""
     for name, model in run.models.items():
-        saved = shared["models"][name]
-        state = OrderedDict(saved["weights"] | own["buffers"][name])
-        state._metadata = saved["metadata"]  # type: ignore[attr-defined]
-        model.load_state_dict(state)
-    for name, optimizer in run.optimizers.items():
-        optimizer.load_state_dict(_with_window(shared["optimizers"][name], windows[name]))
+        _require_fitting(name, model, pieces.models[name])
+    for things, states in ((run.optimizers, pieces.optimizers), (run.loaders, pieces.loaders)):
+        for name, thing in things.items():
+            if _can_check(thing):
+                thing.check_state_dict(states[name])
+
+
+def put_back(run: Run, pieces: Pieces) -> None:
+    """Give each object its piece."""
+    # First those that are not ours, which can refuse only now, while model and optimizer are still as they were.
     for name, thing in run.also.items():
-        _set_state(thing, also[name])
+        _set_state(thing, pieces.also[name])
+    for name in sorted(run.loaders, key=lambda name: _can_check(run.loaders[name])):
+        run.loaders[name].load_state_dict(pieces.loaders[name])
+    for name, model in run.models.items():
+        model.load_state_dict(pieces.models[name])
+    for name, optimizer in run.optimizers.items():
+        optimizer.load_state_dict(pieces.optimizers[name])
     if run.start is not None:
         run.start.note_end()
+        if pieces.buffers is not None:
+            run.start.begin_anew(pieces.buffers)
+        if pieces.start is not None:
+            run.start.load_state(pieces.start)
+    if pieces.new_rank is None:
+        set_random_state(pieces.random, run.devices)
+    else:
+        set_derived_state(pieces.random, pieces.new_rank)
+
+
+def _model_states(run: Run, shared: Tree, own: Tree) -> dict[str, Tree]:
+    states: dict[str, Tree] = {}
+    for name in run.models:
+        saved = shared["models"][name]
+        state = states[name] = OrderedDict(saved["weights"] | own["buffers"][name])
+        state._metadata = saved["metadata"]  # type: ignore[attr-defined]
+    return states
+
+
+def _require_fitting(name: str, model: nn.Module, saved: Tree) -> None:
+    """torch copies all that fits before it says what does not."""
+    here = model.state_dict()
+    for key in sorted(here.keys() ^ saved.keys()):
+        where = "the checkpoint" if key in here else "the model"
+        raise CheckpointError(f"{name} must be the model that was saved, and {where} has no {key!r}.")
+    for key, value in here.items():
+        shapes = [tuple(one.shape) if isinstance(one, torch.Tensor) else None for one in (value, saved[key])]
+        if shapes[0] != shapes[1]:
+            raise CheckpointError(
+                f"{name} must be the model that was saved, and its {key!r} has the shape {shapes[0]} here and "
+                f"{shapes[1]} in the checkpoint."
+            )
+
+
+def _can_check(thing: Any) -> bool:
+    return callable(getattr(thing, "check_state_dict", None))
 
 
 def _parts(model: nn.Module) -> tuple[Tree, Tree, Any]:

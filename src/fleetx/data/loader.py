@@ -130,6 +130,11 @@ class Loader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved position. The number of loading processes may differ; the plan of the batches may not."""
+        self.check_state_dict(state)
+        self._go_to(state["epoch"], state["batches"])
+
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        """Raise if `load_state_dict` would refuse the position."""
         _check_state(state)
         mine = self.plan.identity()
         differing = [
@@ -151,7 +156,6 @@ class Loader:
                 f"{self.plan.samples(epoch, given)}: they were dealt otherwise. Resume with the plan that was saved, "
                 "or use set_epoch."
             )
-        self._go_to(epoch, given)
 
     def close(self) -> None:
         """End the loading processes; the position stays. Iterating starts new ones."""

@@ -255,6 +255,21 @@ class DistributedOptimizer(Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue exactly where `state_dict` was taken, in the middle of a window too."""
+        self.check_state_dict(state_dict)
+        ours, engine = state_dict["fleetx"], self.engine
+        self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "fleetx"})
+        if engine.updater.masters is not None:
+            engine.updater.masters.load_state_dict(ours["masters"])
+        if engine.scaler is not None:
+            engine.scaler.load_state_dict(ours["scaler"])
+        if engine.updater.scheduler is not None:
+            engine.updater.load_schedule(ours["scheduler"])
+        engine.watch.load_state_dict(ours["watch"])
+        engine.window.load_state_dict(ours["window"])
+        engine.is_first = False
+
+    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raise if `load_state_dict` would refuse the state; nothing is changed."""
         if "fleetx" not in state_dict:
             raise ValueError(
                 "this state dict has no 'fleetx' entry: it was saved by a plain optimizer. "
@@ -282,16 +297,6 @@ class DistributedOptimizer(Optimizer):
         if displaced := names.displacement(ours.get("names", []), self._names()):
             raise ValueError(f"this state dict is of another order of parameters: {displaced}.")
         engine.window.check_state(ours["window"])
-        self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "fleetx"})
-        if engine.updater.masters is not None:
-            engine.updater.masters.load_state_dict(ours["masters"])
-        if engine.scaler is not None:
-            engine.scaler.load_state_dict(ours["scaler"])
-        if engine.updater.scheduler is not None:
-            engine.updater.load_schedule(ours["scheduler"])
-        engine.watch.load_state_dict(ours["watch"])
-        engine.window.load_state_dict(ours["window"])
-        engine.is_first = False
 
     def _names(self) -> list[list[str | None]]:
         infos = map(names.info, self.engine.updater.parameters())
