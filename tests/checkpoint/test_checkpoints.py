@@ -1,8 +1,10 @@
 import gc
 import logging
+import os
 import pickle
 import random
 import re
+import socket
 from collections import Counter
 from copy import deepcopy
 from dataclasses import replace
@@ -378,6 +380,37 @@ def test_an_interrupted_save_is_named_passed_over_and_swept_away(tmp_path):
     assert [(one.path, one.reason) for one in start.passed_over] == [(draft, "its save was interrupted")]
     assert parts.checkpoints.save(4).name == "save-000002-step-4"
     assert not draft.exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda lock, precious: lock.symlink_to(precious), "a link, a folder or a socket"),
+        (lambda lock, precious: lock.symlink_to(precious.parent / "not there"), "a link, a folder or a socket"),
+        (lambda lock, precious: lock.hardlink_to(precious), "a file that has other names too"),
+        (lambda lock, _: lock.write_text("another program's"), "a file that something else wrote"),
+        (lambda lock, _: os.mkfifo(lock), "not a plain file"),
+        (lambda lock, _: lock.mkdir(), "a link, a folder or a socket"),
+    ],
+)
+def test_a_lock_that_is_not_ours_is_refused_and_left_alone(tmp_path, make, what):
+    precious, folder = tmp_path / "precious", tmp_path / "folder"
+    precious.write_text("results of years")
+    folder.mkdir()
+    make(folder / ".lock", precious)
+    files = {path.name for path in tmp_path.iterdir()}
+    with pytest.raises(CheckpointError, match=rf"\.lock keeps other jobs from saving .* and it is {what}\. Remove it"):
+        Parts(folder).checkpoints.resume()
+    assert precious.read_text() == "results of years"
+    assert {path.name for path in tmp_path.iterdir()} == files
+
+
+def test_a_lock_from_before_is_written_over_and_never_cut(tmp_path):
+    (tmp_path / ".lock").write_text(f"process 1 on {'long' * 50}\n")
+    size = (tmp_path / ".lock").stat().st_size
+    Parts(tmp_path).checkpoints.resume()
+    assert (tmp_path / ".lock").read_text().split() == ["process", str(os.getpid()), "on", socket.gethostname()]
+    assert (tmp_path / ".lock").stat().st_size == size
 
 
 def test_only_drafts_are_nothing_to_resume(tmp_path):
