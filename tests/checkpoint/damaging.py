@@ -1,5 +1,6 @@
 """Ways to damage a checkpoint, for tests that must find every one of them caught."""
 
+import os
 import random
 import shutil
 from pathlib import Path
@@ -121,6 +122,17 @@ def _folder_for_file(path, rng):
     return f"{file.name}: a folder stands in its place"
 
 
+def _endless_file(path, rng):
+    """Whoever reads it waits, or never comes to an end."""
+    file = rng.choice(_files(path))
+    file.unlink()
+    if rng.random() < 0.5:
+        os.mkfifo(file)
+        return f"{file.name}: a pipe stands in its place"
+    file.symlink_to("/dev/zero")
+    return f"{file.name}: a link to an endless device stands in its place"
+
+
 KINDS = {
     "flipped bit": _flip_bit,
     "truncated file": _truncate,
@@ -133,4 +145,5 @@ KINDS = {
     "empty folder": _empty_folder,
     "foreign manifest": _foreign_manifest,
     "folder for a file": _folder_for_file,
+    "endless file": _endless_file,
 }

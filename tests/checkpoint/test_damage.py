@@ -109,6 +109,14 @@ def test_a_checkpoint_whose_folder_cannot_be_listed_is_passed_over(copied, monke
     assert "the folder cannot be read (Stale file handle)" in start.passed_over[0].reason
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_a_manifest_that_may_have_no_end_is_not_read(copied, make):
+    newest = copied / "save-000002-step-8"
+    (newest / "manifest.json").unlink()
+    make(newest / "manifest.json")
+    assert inspect(newest).problem == "manifest.json is not a file"
+
+
 def test_when_all_are_damaged_each_is_named_and_nothing_begins_anew(copied):
     for path in copied.glob("save-*"):
         damage(path, "flipped bit", seed=2)

@@ -35,8 +35,10 @@ def test_fashion_mnist(tmp_path):
         (b"", r"begins with 0, 0 and a type"),
         (b"\x89PNG....", r"begins with 0, 0 and a type from 8 to 14, this one with b'\\x89PNG'"),
         (b"\0\0\x08\x03\0\0", r"the header of 3 dimensions does not fit: 6 bytes in all"),
-        (b"\0\0\x08\x01\0\0\0\x05abc", r"shape \(5,\) needs 13 bytes, the file has 11: it is damaged"),
-        (b"\0\0\x08\x01\0\0\0\x02abc", r"shape \(2,\) needs 10 bytes, the file has 11"),
+        (b"\0\0\x08\x01\0\0\0\x05abc", r"shape \(5,\) needs 5 bytes, and the file has 3: it is damaged"),
+        (b"\0\0\x08\x01\0\0\0\x02abc", r"shape \(2,\) needs 2 bytes, and the file goes on after them: it is damaged"),
+        (bytes([0, 0, 8, 200]) + b"\0\0\0\x01" * 200 + b"a", r"has 1 to 32 dimensions, and this one 200"),
+        (b"\0\0\x08\x20" + bytes(4) + b"\xff" * 124, r"no array has the shape \(0, 4294967295.*the file is damaged"),
     ],
 )
 def test_damaged_files(tmp_path, content, message):
@@ -63,3 +65,18 @@ def test_parts_that_do_not_belong_together(tmp_path):
     write_idx(folder / "train-labels-idx1-ubyte.gz", np.full(20, 12, np.uint8))
     with pytest.raises(ValueError, match=r"labels are from 0 to 9, found 12"):
         load_fashion_mnist(folder)
+
+
+@pytest.mark.parametrize("end", [b"\0" * 2**22, b""])
+def test_a_gzip_file_is_read_no_further_than_its_header_says(tmp_path, end, monkeypatch):
+    path = tmp_path / "bomb.gz"
+    # 28 bytes after the first header; far more than there is after the second.
+    header = b"\0\0\x08\x01" + (b"\0\0\0\x1c" if end else b"\xff\xff\xff\xff")
+    path.write_bytes(gzip.compress(header + bytes(28) + end))
+    taken = []
+    read = gzip.GzipFile.read
+    monkeypatch.setattr(gzip.GzipFile, "read", lambda self, size=-1: taken.append(size) or read(self, size))
+    with pytest.raises(ValueError, match=r"needs 28 bytes, and the file goes on" if end else r"the file has 28: it is"):
+        load_idx(path)
+    assert 0 < min(taken) <= max(taken) <= 2**20
+    assert sum(taken) <= 2**22

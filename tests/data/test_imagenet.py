@@ -1,4 +1,5 @@
 import math
+import os
 
 import numpy as np
 import pytest
@@ -169,6 +170,16 @@ def test_a_format_that_runs_other_programs_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: pytest.fail("Ghostscript was run"))
     with pytest.raises(ValueError, match=r"a.JPEG cannot be decoded \(it is no image in one of the formats JPEG, PNG"):
         next(iter(load(path)))
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_an_image_that_may_have_no_end_is_refused(tmp_path, make):
+    path = write_list(tmp_path, "a.JPEG 0\npipe.JPEG 1\n")
+    make(tmp_path / "pipe.JPEG")
+    with pytest.raises(
+        ValueError, match=r"list.txt:2: .* cannot be decoded \(.*pipe.JPEG must be a plain file, and is"
+    ):
+        next(iter(load(path, batch_size=2)))
 
 
 @pytest.mark.middle

@@ -1,4 +1,6 @@
 import gzip
+import os
+import shutil
 
 import numpy as np
 import pytest
@@ -318,3 +320,24 @@ def test_a_byte_order_mark_is_no_part_of_the_first_token(tmp_path):
 def test_unknown_arguments_get_the_nearest(made):
     with pytest.raises(TypeError, match=r"has no argument 'max_seqlen'; did you mean 'max_seq_len'"):
         load(made, max_seqlen=3)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (os.mkfifo, "no plain file"),
+        (lambda path: path.symlink_to("/dev/zero"), "no plain file"),
+        (lambda path: path.symlink_to("nowhere"), "no plain file"),
+        (lambda path: path.write_bytes(b"7 " * 600), "endless line"),
+    ],
+)
+def test_files_that_may_have_no_end_are_refused(made, tmp_path, monkeypatch, make, reason):
+    monkeypatch.setattr("fleetx.data.digital.MOST_BYTES", 1000)
+    folder = tmp_path / "data"
+    shutil.copytree(made[0], folder)
+    make(folder / "part-9")
+    with pytest.raises(
+        ValueError, match=r"part-9.*: (a pipe, a device or a broken link|a line has 1,000 bytes or more)"
+    ):
+        load((folder, made[1]))
+    assert load((folder, made[1]), on_error="skip").skipped == {reason: 1}

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -72,9 +73,11 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint; raises `Damaged` unless every byte of it is as it was written."""
     path = folder / FILE
     try:
-        size = path.stat().st_size
-        if size > _LARGEST:
-            raise Damaged(f"{FILE} has {size:,} bytes, which no manifest has")
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):  # a pipe would block, and a device may never end
+            raise Damaged(f"{FILE} is not a file")
+        if found.st_size > _LARGEST:
+            raise Damaged(f"{FILE} has {found.st_size:,} bytes, which no manifest has")
         contents = path.read_bytes()
     except FileNotFoundError:
         if not folder.is_dir():

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fleetx.data.checks import require_plain_file
 from fleetx.extras import needs_extra
 
 with needs_extra("images", "Reading images"):
@@ -47,6 +48,7 @@ def read_val(path: Path, size: int) -> Tensor:
 
 def open_image(path: Path) -> Image.Image:
     """Open an image of one of `FORMATS`; its pixels are read later."""
+    require_plain_file(path)
     try:
         return Image.open(path, formats=FORMATS)
     except UnidentifiedImageError:

@@ -5,7 +5,7 @@ import zlib
 from array import array
 from collections import Counter
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
@@ -14,6 +14,8 @@ import numpy as np
 from fleetx.data.reading import OnError, SampleError
 from fleetx.data.vocabulary import NOTHING, SPECIAL_TOKEN, Vocabulary
 
+# A line longer than this is none of numbers: without an end a small gzip file could fill the memory.
+MOST_BYTES = 2**26
 TOO_LONG = "longer than max_seq_len"
 
 
@@ -147,7 +149,7 @@ def _files(folder: Path) -> list[Path]:
         return [folder]
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: there is no such folder of samples.")
-    files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    files = sorted(path for path in folder.iterdir() if not path.is_dir() and not path.name.startswith("."))
     if not files:
         raise FileNotFoundError(f"{folder}: the folder holds no files; expected *.gz or plain text.")
     return files
@@ -155,9 +157,21 @@ def _files(folder: Path) -> list[Path]:
 
 def _samples(path: Path, vocabulary: Vocabulary, on_error: OnError, skipped: Counter[str]) -> Iterator[Line]:
     number = 0
+    if not path.is_file():
+        odd = SampleError(
+            "no plain file", "a pipe, a device or a broken link is among the files of samples: remove it."
+        )
+        _report(odd, str(path), on_error, skipped)
+        return
     try:
         with _open(path) as file:
-            for number, line in enumerate(file, start=1):
+            for number, line in enumerate(iter(partial(file.readline, MOST_BYTES), b""), start=1):
+                if len(line) == MOST_BYTES:
+                    endless = SampleError(
+                        "endless line", f"a line has {MOST_BYTES:,} bytes or more: the file is broken."
+                    )
+                    _report(endless, f"{path}:{number}", on_error, skipped)
+                    return
                 try:
                     yield parse_line(line, vocabulary)
                 except SampleError as bad:

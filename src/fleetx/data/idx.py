@@ -5,13 +5,15 @@ import math
 import struct
 import zlib
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 _TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+_MOST_DIMENSIONS = 32  # numpy 1's limit
+_PIECE = 2**20
 
 
 class FashionMnist(NamedTuple):
@@ -25,20 +27,36 @@ class FashionMnist(NamedTuple):
 
 def load_idx(path: str | Path) -> Tensor:
     """The array in one IDX file, compressed with gzip or not."""
-    content = _read(Path(path))
-    if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in _TYPES:
-        raise ValueError(
-            f"{path}: an IDX file begins with 0, 0 and a type from 8 to 14, this one with {content[:4]!r}."
-        )
-    kind, dimensions = np.dtype(_TYPES[content[2]]), content[3]
-    header = 4 + 4 * dimensions
-    if dimensions == 0 or len(content) < header:
-        raise ValueError(f"{path}: the header of {dimensions} dimensions does not fit: {len(content)} bytes in all.")
-    shape = struct.unpack(f">{dimensions}I", content[4:header])
-    wanted = header + kind.itemsize * math.prod(shape)
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: there is no such file.")
+    with _open(path) as file:
+        try:
+            return _parse(file, path)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise ValueError(f"{path}: not a whole gzip file ({error}): fetch it again.") from error
+
+
+def _parse(file: BinaryIO, path: Path) -> Tensor:
+    start = file.read(4)
+    if len(start) < 4 or start[:2] != b"\0\0" or start[2] not in _TYPES:
+        raise ValueError(f"{path}: an IDX file begins with 0, 0 and a type from 8 to 14, this one with {start!r}.")
+    kind, dimensions = np.dtype(_TYPES[start[2]]), start[3]
+    if not 0 < dimensions <= _MOST_DIMENSIONS:
+        raise ValueError(f"{path}: an IDX file has 1 to {_MOST_DIMENSIONS} dimensions, and this one {dimensions}.")
+    sizes = file.read(4 * dimensions)
+    if len(sizes) < 4 * dimensions:
+        raise ValueError(f"{path}: the header of {dimensions} dimensions does not fit: {4 + len(sizes)} bytes in all.")
+    shape = struct.unpack(f">{dimensions}I", sizes)
+    wanted = kind.itemsize * math.prod(shape)
+    content = _read(file, wanted + 1)
     if len(content) != wanted:
-        raise ValueError(f"{path}: shape {shape} needs {wanted} bytes, the file has {len(content)}: it is damaged.")
-    values = np.frombuffer(content, kind, offset=header).reshape(shape)
+        found = f"has {len(content)}" if len(content) < wanted else "goes on after them"
+        raise ValueError(f"{path}: shape {shape} needs {wanted} bytes, and the file {found}: it is damaged.")
+    try:
+        values = np.frombuffer(content, kind).reshape(shape)
+    except ValueError as error:  # no values at all, in impossible sizes
+        raise ValueError(f"{path}: no array has the shape {shape} ({error}): the file is damaged.") from None
     return torch.from_numpy(values.astype(kind.newbyteorder("=")))
 
 
@@ -68,13 +86,14 @@ def _find(folder: Path, name: str) -> Path:
     raise FileNotFoundError(f"{folder}: neither {name} nor {name}.gz is there.")
 
 
-def _read(path: Path) -> bytes:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: there is no such file.")
-    content = path.read_bytes()
-    if path.suffix != ".gz":
-        return content
-    try:
-        return gzip.decompress(content)
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{path}: not a whole gzip file ({error}): fetch it again.") from error
+def _open(path: Path) -> BinaryIO:
+    return cast(BinaryIO, gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb")
+
+
+def _read(file: BinaryIO, size: int) -> bytes:
+    """Up to `size` bytes, piece by piece: a header may claim any size, and a small gzip file may hold far more."""
+    pieces = []
+    while size > 0 and (piece := file.read(min(size, _PIECE))):
+        pieces.append(piece)
+        size -= len(piece)
+    return b"".join(pieces)
