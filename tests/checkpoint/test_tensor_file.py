@@ -45,6 +45,13 @@ def test_every_kind_of_tensor_comes_back(tmp_path):
     assert all(same_bits(back[name], value) for name, value in tensors.items())
 
 
+@pytest.mark.parametrize("one", [torch.arange(20.0)[7::20], torch.arange(9.0).view(3, 3).t()[1:2, 1:2]])
+def test_one_element_of_any_stride_comes_back(tmp_path, one):
+    assert one.stride() != torch.empty_like(one, memory_format=torch.contiguous_format).stride()
+    digest = write_tensors(tmp_path / "a", {"one": one})
+    assert torch.equal(read_tensors(tmp_path / "a", digest, outline({"one": one}))["one"], one)
+
+
 def test_the_library_of_safetensors_reads_what_we_write(tmp_path):
     tensors = everything()
     write_tensors(tmp_path / "a", tensors)

@@ -91,7 +91,10 @@ def _pieces(head: bytes, tensors: list[Tensor]) -> Iterator[bytes | memoryview]:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
+    if not tensor.numel():
+        return memoryview(b"")
+    # torch calls one element contiguous whatever its stride is, and leaves that stride where it flattens.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def _room_for(outline: str) -> Tensor:
