@@ -1,17 +1,67 @@
 """Ways to damage a checkpoint, for tests that must find every one of them caught."""
 
+import hashlib
+import json
 import os
 import random
 import shutil
 from pathlib import Path
 
+from fleetx.checkpoint.manifest import _canonical, _checksum
+
 MANIFEST = "manifest.json"
+IMPOSSIBLE = [
+    *(None, True, -1, 2**70, 1e300, "", "x", [], [1], {}, {"a": 1}, {"pairs": [[1]]}, {"dict": 3}, {"size": ["x"]}),
+    *({"tensor": {"in": "own", "name": "none"}}, {"bytes": "*"}, {"dtype": "torch.no"}, {"array": 3}),
+]
 
 
 def damage(path, kind, seed=0):
     """Damage the checkpoint in folder `path` in one of the ways of `KINDS`; says what was done."""
     path = Path(path)
     return KINDS[kind](path, random.Random(f"{kind} {seed}"))
+
+
+def rewrite(path, file, change):
+    """Change the JSON of a file in place, and the manifest with it: all hashes are right."""
+    tree = json.loads((path / file).read_bytes())
+    change(tree)
+    if file == MANIFEST:
+        _write_manifest(path, tree)
+    else:
+        rewrite_text(path, file, lambda _: json.dumps(tree).encode("ascii"))
+
+
+def rewrite_text(path, file, change):
+    """The same with the bytes of a file that is not the manifest."""
+    contents = change((path / file).read_bytes())
+    (path / file).write_bytes(contents)
+    body = json.loads((path / MANIFEST).read_bytes())
+    body["files"][file] |= {"size": len(contents), "sha256": hashlib.sha256(contents).hexdigest()}
+    _write_manifest(path, body)
+
+
+def _write_manifest(path, body):
+    body.pop("checksum", None)
+    (path / MANIFEST).write_bytes(_canonical(body | {"checksum": _checksum(body)}))
+
+
+def change_anything(tree, rng):
+    """Put something else in any place of a tree of JSON, or take it away; says what was done."""
+    places = list(_places(tree))
+    depth = rng.choice(sorted({len(place) for place, _ in places}))
+    place, holder = rng.choice([found for found in places if len(found[0]) == depth])
+    if rng.random() < 0.3:
+        del holder[place[-1]]
+        return f"{place} deleted"
+    holder[place[-1]] = value = rng.choice(IMPOSSIBLE)
+    return f"{place} is {value}"
+
+
+def _places(tree, path=()):
+    for key in tree if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ():
+        yield (*path, key), tree
+        yield from _places(tree[key], (*path, key))
 
 
 def _files(path, *, manifest=True):

@@ -16,7 +16,7 @@ from fleetx.checkpoint.errors import CheckpointError
 from fleetx.checkpoint.folder import CheckpointFolder
 from fleetx.checkpoint.loading import PassedOver, newest
 from fleetx.checkpoint.replaying import WindowStart
-from fleetx.checkpoint.restoring import put_back
+from fleetx.checkpoint.restoring import put_back, require_sound
 from fleetx.checkpoint.saving import contents_of, write
 from fleetx.checkpoint.snapshot import HostCopies
 from fleetx.checkpoint.state import Run
@@ -170,6 +170,7 @@ class Checkpoints:
             self._workers,
             self._run.job(self._job_name),
             self._run.model_outline(),
+            require_sound=lambda reading: require_sound(self._run, reading, self._workers),
             any_name=path is not None,
         )
         self._folder.damaged |= {one.path.name for one in passed}

@@ -6,7 +6,7 @@ candidate is taken when nobody found anything wrong with it.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,33 +44,44 @@ class Reading:
     manifest: Manifest
     texts: dict[str, Tree] = field(default_factory=dict)
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    decoded: dict[str, Tree] = field(default_factory=dict)
 
     def shared(self) -> Tree:
         """What all workers have in common."""
-        return self._decoded(self.texts[SHARED], {})
+        return self._decoded(SHARED, {})
 
     def own(self, rank: int) -> Tree:
         """The own state of a worker."""
         tensors, text = own_files(rank)
-        return self._decoded(self.texts[text], self.tensors[tensors])
+        return self._decoded(text, self.tensors[tensors])
 
     def encoded_own(self, rank: int) -> Tree:
         """The same as JSON, without its tensors."""
         return self.texts[own_files(rank)[1]]["dict"]
 
-    def _decoded(self, tree: Tree, own: Mapping[str, Tensor]) -> Tree:
-        optimizer: dict[str, Tensor] = {}
-        for name in filter(is_of_optimizer, self.tensors):
-            optimizer |= self.tensors[name]
-        return decode(tree, TensorSource({"model": self.tensors[MODEL], "optimizer": optimizer, "own": own}))
+    def _decoded(self, text: str, own: Mapping[str, Tensor]) -> Tree:
+        if text not in self.decoded:
+            optimizer: dict[str, Tensor] = {}
+            for name in filter(is_of_optimizer, self.tensors):
+                optimizer |= self.tensors[name]
+            tensors = TensorSource({"model": self.tensors[MODEL], "optimizer": optimizer, "own": own})
+            self.decoded[text] = decode(self.texts[text], tensors)
+        return self.decoded[text]
 
 
 def newest(
-    names: list[str], folder: Path, workers: Workers, job: Job, models: Outline, *, any_name: bool = False
+    names: list[str],
+    folder: Path,
+    workers: Workers,
+    job: Job,
+    models: Outline,
+    *,
+    require_sound: Callable[[Reading], None],
+    any_name: bool = False,
 ) -> tuple[Reading | None, list[PassedOver]]:
     """The first of the named checkpoints that is whole and of this job, and those before it with what is wrong.
 
-    `any_name` takes a copy under another name too.
+    `require_sound` raises `Damaged` for contents that cannot be put back; `any_name` takes a copy under another name.
     """
     passed: list[PassedOver] = []
     for name in names:
@@ -78,6 +89,7 @@ def newest(
         reason, checksum, is_damaged = None, None, False
         try:
             reading, checksum = _read(folder / name, workers, job, models, any_name)
+            require_sound(reading)
         except Damaged as damage:
             reason, is_damaged = str(damage), not isinstance(damage, OfAnotherJob)
         answers = workers.exchange([reason, checksum, is_damaged])
@@ -116,12 +128,19 @@ def _read(path: Path, workers: Workers, job: Job, models: Outline, any_name: boo
         if name not in needed:
             require_digest(path / name, facts.digest)
         elif facts.tensors is None:
-            reading.texts[name] = json.loads(read_file(path / name, facts.digest))
+            reading.texts[name] = _json(name, read_file(path / name, facts.digest))
         else:
             reading.tensors[name] = read_tensors(path / name, facts.digest, facts.tensors)
 
     side_by_side(read, [*sorted(needed), *others])
     return reading, hashlib.sha256(manifest.to_bytes()).hexdigest()
+
+
+def _json(name: str, contents: bytes) -> Tree:
+    try:
+        return json.loads(contents)
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{name} is no JSON that a save writes ({error})") from error
 
 
 def files_needed(manifest: Manifest, rank: int, workers: int) -> set[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from fleetx.checkpoint.durable import Digest, require_size
 from fleetx.checkpoint.errors import Damaged
-from fleetx.checkpoint.tensor_file import Outline
+from fleetx.checkpoint.tensor_file import Outline, payload
 from fleetx.names import displacement
 
 FILE = "manifest.json"
@@ -152,13 +152,17 @@ def _first_difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str:
 
 def _from_json(body: dict[str, Any]) -> Manifest:
     files = {_plain_name(name): _facts(facts) for name, facts in body["files"].items()}
-    job = body["job"]
+    job, workers = body["job"], int(body["workers"])
+    if not 1 <= workers <= len(files) or min(int(body["step"]), int(body["serial"])) < 0:
+        raise ValueError("its counts are impossible")
+    if job["name"] is not None and not isinstance(job["name"], str):
+        raise ValueError("the name of its job is none")
     return Manifest(
         name=_plain_name(body["name"]),
         serial=int(body["serial"]),
         step=int(body["step"]),
         epoch=None if body["epoch"] is None else int(body["epoch"]),
-        workers=int(body["workers"]),
+        workers=workers,
         job=Job(job["name"], dict(job["optimizers"])),
         files=files,
         written=dict(body["written"]),
@@ -167,6 +171,8 @@ def _from_json(body: dict[str, Any]) -> Manifest:
 
 def _facts(facts: dict[str, Any]) -> FileFacts:
     tensors = facts["tensors"]
+    if tensors is not None and payload(tensors) > facts["size"]:
+        raise ValueError("its tensors are larger than their file")
     return FileFacts(int(facts["size"]), str(facts["sha256"]), None if tensors is None else dict(tensors))
 
 

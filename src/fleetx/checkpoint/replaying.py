@@ -50,6 +50,12 @@ class WindowStart:
         self._batches = {name: (saved["epoch"], saved["batches"]) for name, saved in state["loaders"].items()}
         _copy(state["buffers"], into=self._buffers)
 
+    def require_fitting(self, buffers: Buffers) -> None:
+        """Raise unless they are the models' own."""
+        live = self._live() if self._keeps_buffers else {}
+        if any(name not in buffers or buffers[name].shape != value.shape for name, value in live.items()):
+            raise ValueError("the buffers at the start of the window are not those of the models")
+
     def begin_anew(self, buffers: Buffers) -> None:
         """Give the models what they had when the window began."""
         _copy(buffers, into=self._live())

@@ -4,6 +4,8 @@ from typing import Any
 
 from fleetx.checkpoint import state
 from fleetx.checkpoint.loading import Reading
+from fleetx.checkpoint.saving import SHARED, own_files
+from fleetx.checkpoint.soundness import require_own, require_shared, sound
 from fleetx.checkpoint.state import Pieces, Run
 from fleetx.checkpoint.workers import Workers
 from fleetx.fleet.optimizer import DistributedOptimizer
@@ -28,6 +30,24 @@ def put_back(run: Run, reading: Reading, workers: Workers) -> tuple[Tree, int]:
     return extra, held
 
 
+def require_sound(run: Run, reading: Reading, workers: Workers) -> None:
+    """Raise `Damaged` if the files that were read hold what no save writes."""
+    saved = reading.manifest.workers
+    with sound(SHARED):
+        shared = reading.shared()
+        require_shared(run, shared)
+    ranks = {workers.rank} if saved == workers.size else {0, *range(workers.rank, min(workers.rank + 1, saved))}
+    for rank in sorted(ranks):
+        with sound(own_files(rank)[1]):
+            require_own(run, shared, reading.own(rank))
+    for rank in range(saved) if saved != workers.size else ranks:
+        with sound(own_files(rank)[1]):
+            own = reading.encoded_own(rank)
+            _starting_positions(own)
+            for name in run.optimizers:
+                _held(own, name)
+
+
 def _pieces(run: Run, reading: Reading, workers: Workers) -> tuple[Pieces, Tree, int]:
     saved, rank = reading.manifest.workers, workers.rank
     shared = reading.shared()
@@ -47,12 +67,12 @@ def _pieces(run: Run, reading: Reading, workers: Workers) -> tuple[Pieces, Tree,
 
 def _windows_go_on(run: Run, shared: Tree, own: Tree) -> bool:
     """Whether windows in progress are still to be merged from as many micro-batches as before."""
-    return not any(
-        isinstance(optimizer, DistributedOptimizer)
-        and (own["windows"][name] or {}).get("held")
-        and shared["optimizers"][name]["fleetx"]["k_steps"] != optimizer.engine.k_steps
-        for name, optimizer in run.optimizers.items()
-    )
+    for name, optimizer in run.optimizers.items():
+        window, ours = own["windows"][name], shared["optimizers"][name].get("fleetx")
+        in_progress = isinstance(optimizer, DistributedOptimizer) and ours and window and window["held"]
+        if in_progress and ours["k_steps"] != optimizer.engine.k_steps:
+            return False
+    return True
 
 
 def _require_replayable(run: Run, owns: list[Tree]) -> int:

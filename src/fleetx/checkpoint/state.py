@@ -179,11 +179,9 @@ def pieces_elsewhere(run: Run, shared: Tree, first: Tree, mine: Tree | None, ran
 
 def check(run: Run, pieces: Pieces) -> None:
     """Raise if an object would refuse its piece; nothing has been written yet."""
-    for name, model in run.models.items():
-        _require_fitting(name, model, pieces.models[name])
     for things, states in ((run.optimizers, pieces.optimizers), (run.loaders, pieces.loaders)):
         for name, thing in things.items():
-            if _can_check(thing):
+            if can_check(thing):
                 thing.check_state_dict(states[name])
 
 
@@ -192,7 +190,7 @@ def put_back(run: Run, pieces: Pieces) -> None:
     # First those that are not ours, which can refuse only now, while model and optimizer are still as they were.
     for name, thing in run.also.items():
         _set_state(thing, pieces.also[name])
-    for name in sorted(run.loaders, key=lambda name: _can_check(run.loaders[name])):
+    for name in sorted(run.loaders, key=lambda name: can_check(run.loaders[name])):
         run.loaders[name].load_state_dict(pieces.loaders[name])
     for name, model in run.models.items():
         model.load_state_dict(pieces.models[name])
@@ -219,22 +217,8 @@ def _model_states(run: Run, shared: Tree, own: Tree) -> dict[str, Tree]:
     return states
 
 
-def _require_fitting(name: str, model: nn.Module, saved: Tree) -> None:
-    """torch copies all that fits before it says what does not."""
-    here = model.state_dict()
-    for key in sorted(here.keys() ^ saved.keys()):
-        where = "the checkpoint" if key in here else "the model"
-        raise CheckpointError(f"{name} must be the model that was saved, and {where} has no {key!r}.")
-    for key, value in here.items():
-        shapes = [tuple(one.shape) if isinstance(one, torch.Tensor) else None for one in (value, saved[key])]
-        if shapes[0] != shapes[1]:
-            raise CheckpointError(
-                f"{name} must be the model that was saved, and its {key!r} has the shape {shapes[0]} here and "
-                f"{shapes[1]} in the checkpoint."
-            )
-
-
-def _can_check(thing: Any) -> bool:
+def can_check(thing: Any) -> bool:
+    """Whether it can say beforehand what it would refuse."""
     return callable(getattr(thing, "check_state_dict", None))
 
 

@@ -48,6 +48,16 @@ def outline(tensors: Mapping[str, Tensor]) -> Outline:
     return {name: f"{DTYPES[tensor.dtype]} {list(tensor.shape)}" for name, tensor in tensors.items()}
 
 
+def payload(tensors: Outline) -> int:
+    """The bytes of all tensors together; raises ValueError or KeyError for an outline that describes none."""
+    total = 0
+    for dtype, shape in map(_parsed, tensors.values()):
+        if not isinstance(shape, list) or not all(type(size) is int and 0 <= size < 2**63 for size in shape):
+            raise ValueError(f"no tensor has the shape {shape}")
+        total += math.prod(shape) * dtype.itemsize
+    return total
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Digest:
     """Write the tensors, from whichever device they are on, and bring the file to the disk."""
     head, order = _layout(outline(tensors))
