@@ -240,3 +240,62 @@ def train_tagger(workers):
         optimizer.step()
         reported.append({name: loss.item() for name, loss in losses.items()})
     return model.state_dict(), reported
+
+
+# Items that are weights of samples: fewer than one in a window, none in some micro-batches, none in some windows -----
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(6, 8)
+        self.common = nn.Linear(8, 3)
+        self.rare = nn.Linear(8, 1)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.body(x))
+        return self.common(hidden), self.rare(hidden)
+
+
+def make_two_heads():
+    torch.manual_seed(4)
+    return TwoHeads().double()
+
+
+def weighed_batches(workers):
+    """The first micro-batch of the first worker has no weight at all; the rare task has none in every other batch."""
+    generator = torch.Generator().manual_seed(7)
+    result = []
+    for number in range(UPDATES):
+        n = workers * K_STEPS * 2 + 3
+        x = torch.randn(n, 6, generator=generator, dtype=torch.float64)
+        w = torch.rand(n, generator=generator, dtype=torch.float64) / n / 3
+        w[: math.ceil(n / workers / K_STEPS)] = 0
+        v = (torch.rand(n, generator=generator) < 0.4).double() * ((number + 1) % 2)
+        result.append((x, torch.randint(0, 3, (n,), generator=generator), w, v))
+    return result
+
+
+def weighed_losses(model, batch):
+    """Masked means as people write them: 0/0 where nothing has a weight."""
+    x, labels, w, v = batch
+    common, rare = model(x)
+    errors = functional.cross_entropy(common, labels, reduction="none")
+    return {"common": (errors * w).sum() / w.sum(), "rare": (rare[:, 0].square() * (v / v.sum())).sum()}
+
+
+def weighed_items(batch):
+    return {"common": batch[2].sum(), "rare": batch[3].sum()}
+
+
+def train_weighed(workers, names=("common", "rare")):
+    """A task without items in the whole batch has a zero gradient: decay and momentum go on."""
+    model = make_two_heads()
+    optimizer = make_optimizer("sgd", model)
+    for x, labels, w, v in weighed_batches(workers):
+        losses = weighed_losses(model, (x, labels, w, v if v.sum() > 0 else v + 1))
+        losses["rare"] = losses["rare"] * float(v.sum() > 0)
+        model.zero_grad()
+        sum(losses[name] for name in names).backward()
+        optimizer.step()
+    return model.state_dict()

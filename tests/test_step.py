@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 import fleetx as X
-from fleetx import fleet
+from fleetx import batch_step, fleet
 from tests import plain
 
 
@@ -154,6 +154,30 @@ def test_a_window_without_any_items_is_skipped(count):
     step = X.Step(net, sgd(net), compute=compute, strategy=merging(2), items=lambda _: {"a": count(0), "b": count(0)})
     assert step(batch()).skipped
     assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["on the host", "on a device"])
+@pytest.mark.parametrize("names", [("common", "rare"), ("common",), ("rare",)])
+def test_a_micro_batch_without_items_has_a_zero_gradient_whatever_its_formula_says(monkeypatch, names, on_device):
+    """The derivative of 0/0 is NaN: it must not reach a weight, and what it would reach has a gradient all the same."""
+    if on_device:  # counts that stay tensors, as those of a GPU do
+        monkeypatch.setattr(batch_step, "_as_count", lambda _name, count: count)
+    net = plain.make_two_heads()
+    step = X.Step(
+        net,
+        plain.make_optimizer("sgd", net),
+        compute=lambda model, micro: {name: plain.weighed_losses(model, micro)[name] for name in names},
+        items=lambda micro: {name: plain.weighed_items(micro)[name] for name in names},
+        strategy=merging(plain.K_STEPS),
+    )
+    outs = [step(batch) for batch in plain.weighed_batches(1)]
+    if names == ("rare",):  # every other window has no items at all
+        assert [out.skipped for out in outs] == [False, True, False, True, False]
+        return
+    assert all(outs)
+    reference = plain.train_weighed(1, names)
+    for name, value in net.state_dict().items():
+        torch.testing.assert_close(value, reference[name], rtol=1e-12, atol=1e-12)
 
 
 def test_a_failing_forward_leaves_a_clean_window():

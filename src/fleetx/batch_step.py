@@ -127,8 +127,9 @@ class Step:
                 names = names or tuple(sorted(losses))  # in the same order on all workers
                 _require_names(names, losses)
                 weighted = [self._weigh(shares, index, name, losses[name]) for name in names]
+                counts = [shares.count(index, self._counted_by(name)) if self._engine.average else 1 for name in names]
                 ends = index == len(micro_batches) - 1 and not reduce_later
-                self._engine.merge(weighted, Weighing("sum"), weight=1, ends=ends)
+                self._engine.merge(weighted, counts, Weighing("sum"), weight=1, ends=ends)
         except BaseException as error:
             samples = slicing.batch_size(micro_batches[0])
             oom.explain(error, self._engine.updater.parameters(), self.optimizer, self.strategy, samples)
@@ -178,7 +179,10 @@ class Step:
     def _weigh(self, shares: Shares, index: int, name: str, loss: Tensor) -> Tensor:
         if not self._engine.average:
             return loss
-        return shares.weigh(loss, index, SAMPLES if self._items is None else _items_of(name))
+        return shares.weigh(loss, index, self._counted_by(name))
+
+    def _counted_by(self, name: str) -> str:
+        return SAMPLES if self._items is None else _items_of(name)
 
     def _require_low_precision(self, runs_before: int | None) -> None:
         if runs_before is not None and amp.entries(self.model) == runs_before:

@@ -60,14 +60,18 @@ class Shares:
             )
         count, total = self._counts[micro_batch][name], self._totals[self._names.index(name)]
         everything = self._everything(name)
-        if not isinstance(everything, Tensor):
-            if everything == 0:
-                return loss * math.nan
-            share = count * world.size() / total if total else 0
-            return loss if share == 1 else weigh(loss, count, share)
-        share = torch.as_tensor(count * world.size() / torch.as_tensor(total).clamp(min=1))
-        weighed = weigh(loss, torch.as_tensor(count), share.to(loss.device, loss.dtype))
-        return torch.where((everything > 0).to(loss.device), weighed, math.nan)
+        share = _share(count, total)
+        if isinstance(everything, Tensor):
+            if isinstance(share, Tensor):
+                share = share.to(loss.device, loss.dtype)
+            return torch.where((everything > 0).to(loss.device), weigh(loss, count, share), math.nan)
+        if everything == 0:
+            return loss * math.nan
+        return loss if share == 1 else weigh(loss, count, share)
+
+    def count(self, micro_batch: int, name: str) -> Number:
+        """Items of one micro-batch."""
+        return self._counts[micro_batch][name]
 
     def _everything(self, name: str) -> Number:
         """The items of all losses in the window; samples are counted beside them."""
@@ -79,3 +83,10 @@ class Shares:
         if self._work is not None:
             self._work.wait()
             self._work = None
+
+
+def _share(count: Number, total: Number) -> Number:
+    """`total` items may be fewer than one: weights of samples are items too."""
+    if isinstance(total, Tensor):
+        return torch.where(total > 0, count * world.size() / total.double(), 0.0)
+    return count * world.size() / total if total else 0.0

@@ -14,6 +14,7 @@ from fleetx import gradients
 from fleetx.amp.scaler import LossScaler
 from fleetx.comm import beats, world
 from fleetx.comm.guard import ParameterGuard
+from fleetx.empty_losses import muted
 from fleetx.nonfinite import NonFiniteWatch
 from fleetx.numbers import LOW_PRECISION, Number
 from fleetx.outcome import HostValue, Outcome, Stopwatch
@@ -65,7 +66,8 @@ class TrainingStep:
         ends = self.window.held + 1 >= self.k_steps
         with torch.enable_grad():  # minimize may be called where gradients are off
             loss = in_fp32(loss.reshape(()))
-            self.merge([_weighted(loss, items, weighing)], weighing, 1 if items is None else items, ends, retain_graph)
+            count = 1 if items is None else items
+            self.merge([_weighted(loss, items, weighing)], [count], weighing, count, ends, retain_graph)
         if ends:
             return self.close(("loss",), observe=observe)
         scale = None if self.scaler is None else self.scaler.scale_tensor
@@ -73,17 +75,27 @@ class TrainingStep:
         return Outcome(detached, closed=False, losses={"loss": detached}, lr=self.updater.lr, _scale=scale)
 
     def merge(
-        self, losses: Sequence[Tensor], weighing: Weighing, weight: Number, ends: bool, retain_graph: bool = False
+        self,
+        losses: Sequence[Tensor],
+        counts: Sequence[Number],
+        weighing: Weighing,
+        weight: Number,
+        ends: bool,
+        retain_graph: bool = False,
     ) -> None:
-        """Backward of the weighted `losses` of one micro-batch; reduces meanwhile if it ends the window."""
+        """Backward of the weighted `losses` of one micro-batch; reduces meanwhile if it ends the window.
+
+        `counts` are the items that each of them averages over.
+        """
         beats.beat()
         self.stopwatch.start()
         objective = sum(losses[1:], start=losses[0])
         if self.scaler is not None:
             objective = objective * self.scaler.scale_on(objective.device)
-        self.window.add(
-            objective, losses=losses, weighing=weighing, weight=weight, ends=ends, retain_graph=retain_graph
-        )
+        with muted(losses, counts, self.updater.parameters()):
+            self.window.add(
+                objective, losses=losses, weighing=weighing, weight=weight, ends=ends, retain_graph=retain_graph
+            )
 
     @torch.no_grad()
     def close(
@@ -109,7 +121,9 @@ class TrainingStep:
     ) -> Outcome:
         try:
             # As a tensor: a window without any items is then 0/0, not finite, and skipped like any other.
-            share = merged.divisor if merged.divisor else torch.zeros((), device=self.updater.device)
+            share = merged.divisor
+            if not isinstance(share, Tensor) and share == 0:
+                share = torch.zeros((), device=self.updater.device)
             losses = [loss / share for loss in merged.losses]
             scale = None if self.scaler is None else self.scaler.scale_tensor
             divisor = share if scale is None else scale.double() * share
@@ -171,7 +185,7 @@ class TrainingStep:
 
     def _weighing(self, items: Number | None) -> Weighing:
         if isinstance(items, Tensor):
-            return Weighing("items", unit=items.clamp(min=1))
+            return Weighing("items", unit=torch.where(items > 0, items, 1))
         if items is not None:
             return Weighing("items", unit=items or 1)
         return Weighing("mean", unit=self.k_steps) if self.average else Weighing("sum")
@@ -199,8 +213,8 @@ def in_fp32(loss: Tensor) -> Tensor:
 def weigh(loss: Tensor, count: Number, share: Number) -> Tensor:
     """The loss times its share; the mean over no items is NaN, but it weighs nothing."""
     if isinstance(count, Tensor):
-        return torch.where(count > 0, loss * share, 0.0)
-    return loss * share if count else torch.zeros((), dtype=loss.dtype, device=loss.device)
+        return torch.where((count > 0).to(loss.device), loss * share, 0.0)
+    return loss * share if count else torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0)
 
 
 def _weighted(loss: Tensor, items: Number | None, weighing: Weighing) -> Tensor:

@@ -79,6 +79,22 @@ def two_losses():
     return net, reported
 
 
+def weighed():
+    """Weights of samples as items, with `Step` and with `minimize`."""
+    strategy = strategy_for(plain.Case())
+    net = fleet.distributed_model(plain.make_two_heads(), strategy)
+    optimizer = fleet.distributed_optimizer(plain.make_optimizer("sgd", net), strategy)
+    step = X.Step(net, optimizer, compute=plain.weighed_losses, items=plain.weighed_items)
+    assert all(step(my_part(batch)) for batch in plain.weighed_batches(fleet.worker_num()))
+    merged = fleet.distributed_model(plain.make_two_heads(), strategy)
+    optimizer = fleet.distributed_optimizer(plain.make_optimizer("sgd", merged), strategy)
+    for batch in plain.weighed_batches(fleet.worker_num()):
+        for micro in plain.micro_batches(my_part(batch)):
+            loss = plain.weighed_losses(merged, micro)["common"]
+            optimizer.minimize(loss, items=plain.weighed_items(micro)["common"])
+    return state(net), state(merged)
+
+
 def resumed_in_mid_window():
     """Save after 2 of 4 micro-batches, go on with fresh objects: the run must not notice."""
 
@@ -226,6 +242,7 @@ def main():
             results["cases"][f"{case.name}-{door}"] = (state(net), losses)
     net, reported = two_losses()
     results["two losses"] = (state(net), reported)
+    results["weighed"] = weighed()
     results["resumed"] = resumed_in_mid_window()
     results["mixed doors"] = state(step_after_minimize())
     net, outs = skipped_window()

@@ -71,6 +71,16 @@ def test_two_losses_with_counts_of_their_own_equal_the_big_batch(job):
             assert ours == pytest.approx(expected, rel=TOLERANCE)
 
 
+def test_weights_of_samples_are_items_like_any_others(job):
+    """Fewer than one in a window, none in a micro-batch, none for a task in a window."""
+    both = plain.train_weighed(len(job))
+    common = plain.train_weighed(len(job), names=("common",))
+    for results in job:
+        by_step, by_minimize = results["weighed"]
+        assert_close(by_step, both)
+        assert_close(by_minimize, common)
+
+
 def test_resume_in_mid_window_is_bit_equal(job):
     assert [results["resumed"] for results in job] == [True] * len(job)
 
