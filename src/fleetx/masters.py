@@ -9,6 +9,16 @@ from torch.optim import Optimizer
 from fleetx.numbers import LOW_PRECISION
 
 
+@torch.no_grad()
+def follow(master: Tensor, low: Tensor) -> None:
+    """Let a master take over what others wrote into the low-precision weight: loaded, clipped, averaged, swapped.
+
+    Versions would not tell, since writes through `.data` do not count. What still is the rounded master keeps its finer
+    bits.
+    """
+    torch.where(master.to(low.dtype) == low, master, low, out=master)
+
+
 class MasterWeights:
     """Lets an optimizer move fp32 copies of the low-precision parameters in its groups.
 
@@ -18,7 +28,6 @@ class MasterWeights:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._pairs: list[tuple[Tensor, nn.Parameter]] = []
-        self._versions: list[int] = []
         for group in optimizer.param_groups:
             group["params"] = [self._stand_in(parameter, optimizer) for parameter in group["params"]]
 
@@ -32,10 +41,8 @@ class MasterWeights:
 
     def take_gradients(self) -> None:
         """Show the optimizer the merged gradients, on masters that follow what others wrote into the model."""
-        for (parameter, master), version in zip(self._pairs, self._versions, strict=True):
-            if parameter._version != version:  # weights were loaded, say
-                with torch.no_grad():
-                    master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter.float()))
+        self._follow()
+        for parameter, master in self._pairs:
             master.grad = parameter.grad
 
     @torch.no_grad()
@@ -44,10 +51,10 @@ class MasterWeights:
         torch._foreach_copy_([parameter for parameter, _ in self._pairs], [master for _, master in self._pairs])
         for _, master in self._pairs:
             master.grad = None
-        self._versions = [parameter._version for parameter, _ in self._pairs]
 
     def state_dict(self, copy: bool = True) -> list[Tensor]:
         """The masters, in the order of the optimizer's groups; without `copy` they are those in use."""
+        self._follow()
         return [master.detach().clone() if copy else master.detach() for _, master in self._pairs]
 
     @torch.no_grad()
@@ -57,12 +64,15 @@ class MasterWeights:
             master.copy_(saved)
         self.publish()
 
+    def _follow(self) -> None:
+        for parameter, master in self._pairs:
+            follow(master, parameter)
+
     def _stand_in(self, parameter: Any, optimizer: Optimizer) -> Any:
         if parameter.dtype not in LOW_PRECISION:
             return parameter
         master = nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad)
         self._pairs.append((parameter, master))
-        self._versions.append(parameter._version)
         if parameter in optimizer.state:  # an optimizer that was used before keeps its momentum
             state = optimizer.state.pop(parameter)
             optimizer.state[master] = {key: _raised(value) for key, value in state.items()}

@@ -390,6 +390,22 @@ def test_weights_loaded_later_are_not_lost_to_old_masters():
     assert all((p - 7).abs().max() < 0.1 for p in net.parameters())
 
 
+def test_weights_written_through_data_are_not_undone_by_masters_and_are_saved_with_them():
+    torch.manual_seed(0)
+    net, optimizer = prepare(nn.Linear(4, 2).bfloat16(), k_steps=1, lr=1e-3)
+    x = torch.ones(1, 4, dtype=torch.bfloat16)
+    optimizer.minimize(net(x).float().sum())
+    masters = [master.detach().clone() for master in optimizer.param_groups[0]["params"]]
+    torch.nn.utils.vector_to_parameters(torch.full((10,), 7.0, dtype=torch.bfloat16), net.parameters())
+    net.weight.data[0] = masters[0][0]  # which it rounds to: the finer bits stay
+    saved = optimizer.state_dict()["fleetx"]["masters"]
+    assert torch.equal(saved[0][0], masters[0][0])
+    assert torch.equal(saved[0][1], torch.full((4,), 7.0))
+    optimizer.minimize(net(x).float().sum())
+    assert (net.weight[1] - 7).abs().max() < 0.1
+    assert (net.bias - 7).abs().max() < 0.1
+
+
 def test_a_used_optimizer_keeps_its_momentum_under_masters():
     net = nn.Linear(4, 2).bfloat16()
     inner = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)

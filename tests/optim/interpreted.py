@@ -140,6 +140,23 @@ def test_new_memory_of_parameters_and_state_is_noticed(make):
         torch.testing.assert_close(ours, theirs)
 
 
+def test_masters_take_over_what_was_written_into_low_weights(make):
+    parameters = [nn.Parameter(p.detach().to(torch.float16)) for p in weights((70,), (5,))]
+    optimizer = make(parameters)
+    step(optimizer, parameters)
+    finer = [optimizer.state[parameter]["master"].clone() for parameter in parameters]
+    optimizer.param_groups[0]["lr"] = 0.0
+    for parameter in parameters:
+        optimizer.state[parameter][optimizer._buffers[0]].zero_()  # the momentum of LARS moves on without an lr
+    parameters[0].data[:30] = 3.0
+    step(optimizer, parameters)
+    master, other = (optimizer.state[parameter]["master"] for parameter in parameters)
+    assert torch.equal(parameters[0][:30].float(), torch.full((30,), 3.0))
+    assert torch.equal(master[:30], torch.full((30,), 3.0))
+    assert torch.equal(master[30:], finer[0][30:])
+    assert torch.equal(other, finer[1])
+
+
 def test_settings_and_learning_rates_may_change_between_steps(make):
     parameters, plain = weights((5,), (70,)), weights((5,), (70,))
     optimizer, twin = make(parameters), make(plain, fused=False)

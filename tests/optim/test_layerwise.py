@@ -55,18 +55,22 @@ def test_masters_are_fp32_and_only_where_needed(make):
     assert type(optimizer).keeps_masters
 
 
-def test_weights_written_from_outside_are_followed(make):
+@pytest.mark.parametrize("through", ["torch", ".data"])
+def test_weights_written_from_outside_are_followed(make, through):
     model = network(torch.bfloat16)
     optimizer = make(model.parameters())
     train(model, optimizer, range(2))
     weight = model[0].weight
     finer = optimizer.state[weight]["master"].clone()
-    with torch.no_grad():
-        weight[0] = 3.0
-    optimizer._weights(weight, optimizer.state[weight])
+    (weight.data if through == ".data" else weight.detach())[0] = 3.0
+    optimizer.param_groups[0]["lr"] = 0.0
+    for state in optimizer.state.values():
+        state[optimizer._buffers[0]].zero_()  # the momentum of LARS moves on without an lr
+    train(model, optimizer, [2])
     master = optimizer.state[weight]["master"]
     assert torch.equal(master[0], torch.full_like(master[0], 3.0))
     assert torch.equal(master[1:], finer[1:])
+    assert torch.equal(weight, master.bfloat16())
     assert not torch.equal(finer, finer.bfloat16().float())
 
 

@@ -105,13 +105,12 @@ class FusedStep:
             stand_in.copy_(parameter)
         job = _job(optimizer, plan, fresh)
         with torch.cuda.device(plan.device) if plan.device.type == "cuda" else nullcontext():
+            _follow(plan)
             RUNNERS[optimizer._kernels](job)
         for parameter, stand_in in plan.scattered:
             parameter.copy_(stand_in)
         # Kernels write behind autograd's back: who kept a parameter for backward must hear of it.
         torch.autograd.graph.increment_version(plan.parameters)
-        if plan.low:
-            optimizer._note_written([member.parameter for member in plan.low])
         self.last = plan
         if optimizer._watch.wants:
             self._observe(optimizer, plan)
@@ -304,6 +303,25 @@ def _lamb(job: Job) -> None:
 
 
 RUNNERS = {"lars": _lars, "lamb": _lamb}
+
+
+def _follow(plan: Plan) -> None:
+    """Let masters take over what others wrote into the low-precision weights."""
+    for lot in plan.lots:
+        if lot.low is not None:
+            _kernels().follow_kernel[(lot.blocks,)](
+                plan.blocks,
+                plan.sizes,
+                plan.weight_at,
+                plan.low_at,
+                lot.first,
+                plan.tuning.block,
+                plan.tuning.rounds,
+                lot.aligned,
+                _dtype(lot.weight),
+                _dtype(lot.low),
+                num_warps=plan.tuning.warps,
+            )
 
 
 def _squares(job: Job, lot: Lot, *, of_weights: bool) -> None:

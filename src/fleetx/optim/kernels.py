@@ -74,6 +74,40 @@ def unscaling(grad_scale, SCALED: tl.constexpr):
     return factor
 
 
+# Masters.
+
+
+@triton.jit
+def _follow(
+    weights, low, left, BLOCK: tl.constexpr, ROUNDS: tl.constexpr, MASKED: tl.constexpr,
+    WEIGHT: tl.constexpr, LOW: tl.constexpr,
+):  # fmt: skip
+    for turn in tl.static_range(ROUNDS):
+        at = turn * BLOCK + tl.arange(0, BLOCK)
+        inside = at < left
+        p = read(weights + at, inside, MASKED, WEIGHT)
+        q = read(low + at, inside, MASKED, WEIGHT)
+        write(weights + at, tl.where(p.to(LOW).to(WEIGHT) == q, p, q), inside, MASKED)
+
+
+@triton.jit(do_not_specialize=["first"])
+def follow_kernel(
+    blocks, sizes, weight_at, low_at, first,
+    BLOCK: tl.constexpr, ROUNDS: tl.constexpr, ALIGNED: tl.constexpr, WEIGHT: tl.constexpr, LOW: tl.constexpr,
+):  # fmt: skip
+    """Give masters the numbers that their low-precision weights have and they do not round to."""
+    block = first + tl.program_id(0)
+    tensor = tl.load(blocks + 2 * block)
+    start = tl.load(blocks + 2 * block + 1).to(tl.int64) * (BLOCK * ROUNDS)
+    left = tl.load(sizes + tensor) - start
+    weights = memory(weight_at, tensor, start, WEIGHT, ALIGNED)
+    low = memory(low_at, tensor, start, LOW, ALIGNED)
+    if left >= BLOCK * ROUNDS:
+        _follow(weights, low, left, BLOCK, ROUNDS, False, WEIGHT, LOW)
+    else:
+        _follow(weights, low, left, BLOCK, ROUNDS, True, WEIGHT, LOW)
+
+
 # Sums of squares.
 
 

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
+from fleetx.masters import follow
 from fleetx.notices import tell_once
 from fleetx.optim import groups, settling, state_dicts
 from fleetx.optim.buckets import Bucket, measure
@@ -31,7 +32,7 @@ class LayerwiseOptimizer(ExcludingOptimizer):
     **Masters.** The state of a bf16 or fp16 parameter holds an fp32 ``master``, made from the parameter at
     the first step. All arithmetic is done on it and the result copied into the parameter, so steps smaller
     than the parameter's resolution add up. A parameter written from outside in between (new weights loaded)
-    is noticed, and the master follows it wherever the two differ; only writing through ``.data`` leaves no trace.
+    is noticed, also through ``.data``, and the master follows it wherever the two differ.
 
     **Exclusions** are decided when a group is added and kept in it as one bool per parameter, beside the
     patterns. Groups that state the same patterns are judged together: a pattern must take something in one.
@@ -74,7 +75,6 @@ class LayerwiseOptimizer(ExcludingOptimizer):
 
     def _begin(self) -> None:
         """What is neither saved nor copied."""
-        self._versions_written: dict[int, tuple[int, int]] = {}
         self._fused_step = FusedStep()
         self._watch = Watch()
 
@@ -220,6 +220,8 @@ class LayerwiseOptimizer(ExcludingOptimizer):
                 continue
             state = self.state[parameter]
             weights = self._weights(parameter, state)
+            if weights is not parameter:
+                follow(local(weights), local(parameter.detach()))
             self._make_state(state, weights)
             if self._counts_steps and state["step"].device.type != "cpu":
                 state["step"] = state["step"].cpu()  # once, when kernels served until now
@@ -251,28 +253,18 @@ class LayerwiseOptimizer(ExcludingOptimizer):
     # Masters.
 
     def _weights(self, parameter: Tensor, state: State) -> Tensor:
+        """What the formulas read and write; a master is made where one is missing."""
         dtype = working_dtype(parameter)
         if parameter.dtype == dtype:
             return parameter
-        master = state.get("master")
-        if master is None:
-            master = state["master"] = parameter.detach().to(dtype)
-        elif self._versions_written.get(id(parameter)) != _version(parameter):
-            # Written since our last step, or just loaded. Where the parameter still is the rounded master,
-            # the master keeps its finer bits.
-            own, low = local(master), local(parameter.detach())
-            own.copy_(torch.where(low == own.to(low.dtype), own, low.to(dtype)))
-        return master
+        if state.get("master") is None:
+            state["master"] = parameter.detach().to(dtype)
+        return state["master"]
 
     def _copy_masters(self, bucket: Bucket) -> None:
         pairs = [(p, w) for p, w in zip(bucket.parameters, bucket.weights, strict=True) if p.dtype != w.dtype]
         if pairs:
             torch._foreach_copy_([local(parameter) for parameter, _ in pairs], [master for _, master in pairs])
-        self._note_written([parameter for parameter, _ in pairs])
-
-    def _note_written(self, parameters: Iterable[Tensor]) -> None:
-        """Remember that we wrote these ourselves."""
-        self._versions_written.update({id(parameter): _version(parameter) for parameter in parameters})
 
     # Trust ratios.
 
@@ -395,9 +387,3 @@ class LayerwiseOptimizer(ExcludingOptimizer):
         """
         with state_dicts.loading(self):
             super().load_state_dict(state_dict)
-
-
-def _version(parameter: Tensor) -> tuple[int, int]:
-    """Grows with each write, to the parameter or to this rank's part of it."""
-    part = parameter if type(parameter) is nn.Parameter else local(parameter)
-    return parameter._version, part._version
