@@ -10,11 +10,12 @@ from fleetx import amp, slicing
 from fleetx.fleet import checks, oom
 from fleetx.fleet.model import distributed_model, is_prepared
 from fleetx.fleet.optimizer import DistributedOptimizer, distributed_optimizer
+from fleetx.losses import Losses, named_losses
 from fleetx.numbers import Number
 from fleetx.outcome import HostValue, Outcome
 from fleetx.shares import SAMPLES, Counts, Shares
 from fleetx.slicing import Batch
-from fleetx.step import NO_GRADIENT, in_fp32
+from fleetx.step import Weighed
 from fleetx.strategy import DistributedStrategy
 from fleetx.window import Weighing
 
@@ -124,12 +125,11 @@ class Step:
                 moved = slicing.map_tensors(micro, lambda tensor: tensor.to(device, non_blocking=True))
                 losses = self._losses(moved)
                 self._require_low_precision(low_runs)
-                names = names or tuple(sorted(losses))  # in the same order on all workers
-                _require_names(names, losses)
-                weighted = [self._weigh(shares, index, name, losses[name]) for name in names]
-                counts = [shares.count(index, self._counted_by(name)) if self._engine.average else 1 for name in names]
+                names = names or tuple(sorted(losses.values))  # in the same order on all workers
+                _require_names(names, losses.values)
+                weighted = [self._weigh(shares, index, name, losses) for name in names]
                 ends = index == len(micro_batches) - 1 and not reduce_later
-                self._engine.merge(weighted, counts, Weighing("sum"), weight=1, ends=ends)
+                self._engine.merge(weighted, Weighing("sum"), weight=1, ends=ends)
         except BaseException as error:
             samples = slicing.batch_size(micro_batches[0])
             oom.explain(error, self._engine.updater.parameters(), self.optimizer, self.strategy, samples)
@@ -160,7 +160,7 @@ class Step:
         named = items if isinstance(items, Mapping) else {"loss": items}
         return counts | {_items_of(name): _as_count(name, value) for name, value in named.items()}
 
-    def _losses(self, micro: Batch) -> dict[str, Tensor]:
+    def _losses(self, micro: Batch) -> Losses:
         if self._compute is not None:
             result = self._compute(self.model, micro)
         elif self._loss_fn is None:
@@ -176,13 +176,22 @@ class Step:
             result = self._loss_fn(_call(self.model, inputs), target)
         return named_losses(result)
 
-    def _weigh(self, shares: Shares, index: int, name: str, loss: Tensor) -> Tensor:
+    def _weigh(self, shares: Shares, index: int, name: str, losses: Losses) -> Weighed:
+        trained = name in losses.trained
+        loss = losses.values[name] if trained else losses.values[name].detach()
         if not self._engine.average:
-            return loss
-        return shares.weigh(loss, index, self._counted_by(name))
+            return Weighed(loss, trained=trained)
+        counted = self._counted_by(name, shares, trained)
+        return Weighed(shares.weigh(loss, index, counted), shares.count(index, counted), trained)
 
-    def _counted_by(self, name: str) -> str:
-        return SAMPLES if self._items is None else _items_of(name)
+    def _counted_by(self, name: str, shares: Shares, trained: bool) -> str:
+        """Whose items weigh a loss; what is only reported need not have a count of its own."""
+        if self._items is None:
+            return SAMPLES
+        own, common = _items_of(name), _items_of("loss")
+        if trained or own in shares.names:
+            return own
+        return common if common in shares.names else SAMPLES
 
     def _require_low_precision(self, runs_before: int | None) -> None:
         if runs_before is not None and amp.entries(self.model) == runs_before:
@@ -224,29 +233,6 @@ def _require_names(names: tuple[str, ...], losses: dict[str, Tensor]) -> None:
 
 def _items_of(name: str) -> str:
     return f"items of {name!r}"
-
-
-def named_losses(result: Any, needs_gradient: bool = True) -> dict[str, Tensor]:
-    """The losses in what a model or a loss function gave back, by name."""
-    if not isinstance(result, Tensor) and isinstance(getattr(result, "loss", None), Tensor):
-        result = result.loss
-    losses = dict(result) if isinstance(result, Mapping) else {"loss": result}
-    if not losses:
-        raise ValueError("the step got an empty dict of losses: return at least one.")
-    for name, loss in losses.items():
-        if not isinstance(loss, Tensor):
-            raise TypeError(
-                f"{name!r} must be a tensor with one number, not a {type(loss).__name__}. A step differentiates a "
-                "scalar loss, or a dict of scalar losses."
-            )
-        if loss.numel() != 1:
-            raise ValueError(
-                f"{name!r} has shape {tuple(loss.shape)}: a loss is one number. Take its mean() (the default "
-                "averages micro-batches), or its sum() with gradient_merge_configs.avg=False."
-            )
-    if needs_gradient and not any(loss.requires_grad for loss in losses.values()):
-        raise ValueError(NO_GRADIENT)
-    return {name: in_fp32(loss.reshape(())) for name, loss in losses.items()}
 
 
 def _as_count(name: str, value: Any) -> Number:

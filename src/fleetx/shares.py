@@ -24,15 +24,15 @@ class Shares:
     """
 
     def __init__(self, counts: Sequence[Counts], device: torch.device) -> None:
-        self._names = sorted(counts[0])  # in the same order on all workers
+        self.names = sorted(counts[0])  # in the same order on all workers
         for count in counts:
-            if sorted(count) != self._names:
+            if sorted(count) != self.names:
                 raise ValueError(
-                    f"items() must give the same names for all micro-batches: {', '.join(self._names)} for the first, "
+                    f"items() must give the same names for all micro-batches: {', '.join(self.names)} for the first, "
                     f"{', '.join(sorted(count))} for another."
                 )
         self._counts = counts
-        self._totals: list[Number] = [sum(count[name] for count in counts) for name in self._names]
+        self._totals: list[Number] = [sum(count[name] for count in counts) for name in self.names]
         self._work: dist.Work | None = None
         if world.size() > 1:
             # fp64 counts exactly, up to far more items than any window holds.
@@ -45,7 +45,7 @@ class Shares:
     def total(self, name: str) -> Tensor:
         """Items of the window on all workers."""
         self._wait()
-        return torch.as_tensor(self._totals[self._names.index(name)])
+        return torch.as_tensor(self._totals[self.names.index(name)])
 
     def weigh(self, loss: Tensor, micro_batch: int, name: str) -> Tensor:
         """The loss of one micro-batch times its share.
@@ -53,12 +53,12 @@ class Shares:
         A loss without any items in the window counts nothing; a window without any items has no mean, and is skipped.
         """
         self._wait()
-        if name not in self._names:
+        if name not in self.names:
             raise ValueError(
-                f"the step has a loss but no {name}: items() gave {', '.join(self._names)}. "
+                f"the step has a loss but no {name}: items() gave {', '.join(self.names)}. "
                 "Give one count per loss, under the same names."
             )
-        count, total = self._counts[micro_batch][name], self._totals[self._names.index(name)]
+        count, total = self._counts[micro_batch][name], self._totals[self.names.index(name)]
         everything = self._everything(name)
         share = _share(count, total)
         if isinstance(everything, Tensor):
@@ -76,8 +76,8 @@ class Shares:
     def _everything(self, name: str) -> Number:
         """The items of all losses in the window; samples are counted beside them."""
         if name == SAMPLES:
-            return self._totals[self._names.index(SAMPLES)]
-        return sum(total for other, total in zip(self._names, self._totals, strict=True) if other != SAMPLES)
+            return self._totals[self.names.index(SAMPLES)]
+        return sum(total for other, total in zip(self.names, self._totals, strict=True) if other != SAMPLES)
 
     def _wait(self) -> None:
         if self._work is not None:

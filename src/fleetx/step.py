@@ -6,6 +6,7 @@ window closes it; `Step(batch)` cuts a whole batch, adds all of its micro-batche
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,14 @@ NO_GRADIENT = (
     "the loss depends on no trainable parameter: it was computed under no_grad, detached, or everything is frozen. "
     "Compute it from the model's output with gradients enabled."
 )
+
+
+class Weighed(NamedTuple):
+    """A loss of one micro-batch times its share; the items it averages over, and whether it is trained or reported."""
+
+    value: Tensor
+    count: Number = 1
+    trained: bool = True
 
 
 @dataclass
@@ -67,7 +76,8 @@ class TrainingStep:
         with torch.enable_grad():  # minimize may be called where gradients are off
             loss = in_fp32(loss.reshape(()))
             count = 1 if items is None else items
-            self.merge([_weighted(loss, items, weighing)], [count], weighing, count, ends, retain_graph)
+            weighed = Weighed(_weighted(loss, items, weighing), count)
+            self.merge([weighed], weighing, count, ends, retain_graph)
         if ends:
             return self.close(("loss",), observe=observe)
         scale = None if self.scaler is None else self.scaler.scale_tensor
@@ -75,26 +85,22 @@ class TrainingStep:
         return Outcome(detached, closed=False, losses={"loss": detached}, lr=self.updater.lr, _scale=scale)
 
     def merge(
-        self,
-        losses: Sequence[Tensor],
-        counts: Sequence[Number],
-        weighing: Weighing,
-        weight: Number,
-        ends: bool,
-        retain_graph: bool = False,
+        self, losses: Sequence[Weighed], weighing: Weighing, weight: Number, ends: bool, retain_graph: bool = False
     ) -> None:
-        """Backward of the weighted `losses` of one micro-batch; reduces meanwhile if it ends the window.
-
-        `counts` are the items that each of them averages over.
-        """
+        """Backward of the weighed `losses` of one micro-batch; reduces meanwhile if it ends the window."""
         beats.beat()
         self.stopwatch.start()
-        objective = sum(losses[1:], start=losses[0])
+        trained = [loss for loss in losses if loss.trained]
+        values = [loss.value for loss in trained]
+        objective = sum(values[1:], start=values[0])
         if self.scaler is not None:
             objective = objective * self.scaler.scale_on(objective.device)
-        with muted(losses, counts, self.updater.parameters()):
+        reported = [loss.value for loss in losses]
+        if len(losses) > 1:  # whether it is trained may differ: a task that a micro-batch lacks may be a constant there
+            reported += [loss.value.new_full((), loss.trained) for loss in losses]
+        with muted(values, [loss.count for loss in trained], self.updater.parameters()):
             self.window.add(
-                objective, losses=losses, weighing=weighing, weight=weight, ends=ends, retain_graph=retain_graph
+                objective, losses=reported, weighing=weighing, weight=weight, ends=ends, retain_graph=retain_graph
             )
 
     @torch.no_grad()
@@ -124,13 +130,16 @@ class TrainingStep:
             share = merged.divisor
             if not isinstance(share, Tensor) and share == 0:
                 share = torch.zeros((), device=self.updater.device)
-            losses = [loss / share for loss in merged.losses]
+            losses = [loss / share for loss in merged.losses[: len(names)]]
+            flags = merged.losses[len(names) :]
             scale = None if self.scaler is None else self.scaler.scale_tensor
             divisor = share if scale is None else scale.double() * share
             norm = gradients.global_norm(merged.grads, losses[0].device) / divisor
             if observe is not None:
                 observe(divisor)
-            finite = norm.isfinite() & torch.stack(losses).isfinite().all()
+            trained = _trained(losses, flags)
+            usable = trained.isfinite().all()
+            finite = norm.isfinite() & usable
             gradients.divide_and_clip_(merged.grads, divisor, norm, self.clip_norm)
             lr = self.updater.lr
             self.updater.update(finite)
@@ -141,14 +150,14 @@ class TrainingStep:
             raise
         self.window.clear()
         self.is_first = False
-        self.watch.record(self._unusable(finite, losses, scale))
+        self.watch.record(self._unusable(finite, usable, scale))
         if self.guard is not None:
             self.guard.after_window()
         seconds = self.stopwatch.lap()
         for tell in self.on_update:
             tell()
         return Outcome(
-            loss=sum(losses[1:], start=losses[0]),
+            loss=losses[0] if len(losses) == 1 else trained.sum(),
             losses=dict(zip(names, losses, strict=True)),
             closed=True,
             grad_norm=norm,
@@ -198,16 +207,22 @@ class TrainingStep:
                 f"and this one has {'it' if items is not None else 'none'}."
             )
 
-    def _unusable(self, finite: Tensor, losses: list[Tensor], scale: Tensor | None) -> Tensor:
+    def _unusable(self, finite: Tensor, usable: Tensor, scale: Tensor | None) -> Tensor:
         """Whether the window counts towards the stop: while the scale can fall, an overflow is nothing unusual."""
         if scale is None or self.scaler is None or not self.scaler.use_dynamic_loss_scaling:
             return ~finite
-        return ~torch.stack(losses).isfinite().all() | (~finite & (scale <= 1.0))
+        return ~usable | (~finite & (scale <= 1.0))
+
+
+def _trained(losses: list[Tensor], flags: list[Tensor]) -> Tensor:
+    """The losses, with zeros for those that are only reported: they may be anything."""
+    values = torch.stack(losses)
+    return torch.where(torch.stack(flags) > 0, values, 0.0) if flags else values
 
 
 def in_fp32(loss: Tensor) -> Tensor:
     """A low-precision loss would lose digits when it is weighed, and overflow when it is scaled."""
-    return loss.float() if loss.dtype in LOW_PRECISION else loss
+    return loss.float() if loss.dtype in LOW_PRECISION or not loss.is_floating_point() else loss
 
 
 def weigh(loss: Tensor, count: Number, share: Number) -> Tensor:

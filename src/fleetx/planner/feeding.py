@@ -91,14 +91,14 @@ def _called(model: nn.Module, inputs: Any) -> Any:
 
 def _require_losses(given: Any, batch: Batch) -> None:
     """What a loss function gave must be what `fleetx.Step` trains: it would plan another training otherwise."""
-    from fleetx.batch_step import named_losses  # which plans too
+    from fleetx.losses import named_losses  # whose package plans too
 
     try:
         losses = named_losses(given, needs_gradient=False)
     except (TypeError, ValueError) as error:
         of_samples = f"what loss_fn returned for {batch_size(batch):,} samples"
         raise type(error)(f"{of_samples} is not a loss: {error}") from error
-    if not any(loss.requires_grad for loss in losses.values()):
+    if not losses.total.requires_grad:
         raise ValueError(
             f"what loss_fn returned has no gradient, so there is no backward to plan{_gradients_are_off()}. Compute "
             "the loss from the model's output, without detach() or no_grad, and let parameters require gradients."
@@ -123,10 +123,10 @@ def _one_number(output: Any) -> Tensor:
 
 def _losses(output: Any) -> list[Any]:
     """What is trained: the loss by its name, without scores and the like beside it; else all that was given."""
-    loss, leaves = getattr(output, "loss", None), pytree.tree_leaves(output)
-    if loss is None and isinstance(output, Mapping) and any(getattr(one, "ndim", 0) for one in leaves):
+    loss = getattr(output, "loss", None)
+    if loss is None and isinstance(output, Mapping):
         loss = output.get("loss")
-    return [loss] if isinstance(loss, Tensor) else leaves
+    return [loss] if isinstance(loss, Tensor) else pytree.tree_leaves(output)
 
 
 def _with_gradients(values: list[Any]) -> list[Tensor]:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fleetx.batch_step import named_losses
 from fleetx.fleet import checks
 from fleetx.fleet.model import distributed_model, is_prepared, strategy_of
 from fleetx.fleet.optimizer import DistributedOptimizer, distributed_optimizer
+from fleetx.losses import named_losses
 from fleetx.notices import tell_once
 from fleetx.numbers import Number
 from fleetx.slicing import map_tensors
@@ -108,9 +108,7 @@ class BoundProgram:
         except Exception as error:
             error.add_note(f"FleetX: the feed was {described(batch)}; the model's weights are {self._weights()}.")
             raise
-        total = sum(list(losses.values())[1:], start=next(iter(losses.values())))
-        # "loss" is what is minimised, also where one of several losses has that name.
-        return total, losses | {"loss": total}
+        return losses.total, losses.values | {"loss": losses.total}  # "loss" is what is minimised
 
     def _update(
         self, optimizer: DistributedOptimizer, total: Tensor, batch: dict[str, Tensor], fetches: list[Fetch]
