@@ -137,3 +137,62 @@ class Frozen:
 
 def test_a_frozen_dataclass_with_slots_is_sliced():
     assert [piece.x.tolist() for piece in slicing.split(Frozen(torch.arange(3.0)), 2)] == [[0, 1], [2]]
+
+
+class CountedDict(dict):
+    def __init__(self, **items):
+        super().__init__(items)
+        self.count = len(self["x"])
+
+
+class CountedList(list):
+    def __init__(self, items):
+        super().__init__([item * 2 for item in items])  # would be done twice if parts were made anew
+        self.total = self[0].sum()
+
+
+class Rows(list):
+    """What holds a tensor with a row for each sample, and is not made again."""
+
+    def __init__(self, items):
+        super().__init__([item * 2 for item in items])
+        self.mask = self[0] > 4
+        self.is_ready = True
+
+
+class Attributes(dict):
+    """Its items are its attributes, as in many libraries."""
+
+    def __init__(self, **items):
+        super().__init__(items)
+        self.__dict__ = self
+
+
+@pytest.mark.parametrize("batch", [CountedDict(x=torch.arange(8.0)), CountedList([torch.arange(8.0)])])
+def test_what_a_dict_or_list_of_a_class_of_its_own_makes_of_the_whole_batch_is_refused_if_it_is_cut(batch):
+    assert slicing.split(batch, 1) == [batch]
+    for nested, path in ((batch, "batch"), ({"a": [batch]}, r"batch\['a'\]\[0\]")):
+        with pytest.raises(
+            TypeError, match=rf"{path}\.(count|total) is an attribute of a Counted.*: make it a property"
+        ):
+            slicing.split(nested, 4)
+
+
+def test_attributes_beside_items_are_cut_and_nothing_is_made_twice():
+    pieces = slicing.split(Rows([torch.arange(4.0)]), 2)
+    assert [piece[0].tolist() for piece in pieces] == [[0, 2], [4, 6]]
+    assert [piece.mask.tolist() for piece in pieces] == [[False, False], [False, True]]
+    assert all(type(piece) is Rows and piece.is_ready for piece in pieces)
+
+
+def test_a_dict_whose_items_are_its_attributes_is_cut_in_both():
+    pieces = slicing.split(Attributes(x=torch.arange(4.0), scale=2.0), 2)
+    assert [piece["x"].tolist() for piece in pieces] == [[0, 1], [2, 3]]
+    assert all(piece.x is piece["x"] and piece.scale == 2.0 for piece in pieces)
+
+
+@pytest.mark.parametrize("lengths", [[5], [5, 3]])
+def test_packed_sequences_lie_by_time_and_are_refused(lengths):
+    packed = torch.nn.utils.rnn.pack_padded_sequence(torch.zeros(5, len(lengths), 2), lengths)
+    with pytest.raises(TypeError, match=r"batch\[0\] is a PackedSequence.*give padded sequences"):
+        slicing.split((packed, torch.zeros(len(lengths))), 2)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 Batch = Any
 
@@ -52,7 +53,7 @@ def map_tensors(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
         return function(batch)
     if isinstance(batch, Mapping):
         mapped = {key: map_tensors(value, function) for key, value in batch.items()}
-        return mapped if type(batch) is dict else _filled(batch, mapped)
+        return mapped if type(batch) is dict else _filled(batch, mapped, function)
     if _is_dataclass(batch):
         clone = copy.copy(batch)  # not made anew: it may have been changed since, or change what it is given
         for name, value in (_given(batch) | _derived(batch)).items():
@@ -60,8 +61,9 @@ def map_tensors(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
         return clone
     if isinstance(batch, tuple | list):
         items = [map_tensors(item, function) for item in batch]
-        # A named tuple takes its fields one by one.
-        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+        if type(batch) is list:
+            return items
+        return _with_attributes(_refilled(batch, items), batch, {}, function)
     return batch
 
 
@@ -74,6 +76,13 @@ def _given(batch: Any) -> dict[str, Any]:
     return {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.init and hasattr(batch, f.name)}
 
 
+def _attributes(batch: Any) -> dict[str, Any]:
+    """What an object of a class of its own holds beside its items; what it holds as items too is left to these."""
+    own = getattr(batch, "__dict__", {})
+    items = batch if isinstance(batch, Mapping) else {}
+    return {name: value for name, value in own.items() if items.get(name, own) is not value}
+
+
 def _derived(batch: Any) -> dict[str, Any]:
     """What else a dataclass holds: fields that it makes itself, and other attributes."""
     own = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if hasattr(batch, f.name)}
@@ -82,7 +91,7 @@ def _derived(batch: Any) -> dict[str, Any]:
 
 
 def _require_nothing_derived(batch: Batch, size: int, path: str) -> None:
-    """What a dataclass makes of a whole batch is not what it would make of a part: a count, a sum.
+    """What a class makes of a whole batch is not what it would make of a part: a count, a sum.
 
     To make the parts anew would not do either: it may change what it is given, and would do so twice. Tensors with a
     row for each sample are cut, whoever made them.
@@ -93,6 +102,13 @@ def _require_nothing_derived(batch: Batch, size: int, path: str) -> None:
     elif isinstance(batch, tuple | list):
         for index, value in enumerate(batch):
             _require_nothing_derived(value, size, f"{path}[{index}]")
+    if isinstance(batch, dict | tuple | list):  # other mappings become dicts
+        for name, value in _attributes(batch).items():
+            if _is_of_all(value, size):
+                raise TypeError(
+                    f"{path}.{name} is an attribute of a {type(batch).__name__} and may say something of the whole "
+                    "batch, and its parts need others: make it a property, or an item."
+                )
     elif _is_dataclass(batch):
         for name, value in _given(batch).items():
             _require_nothing_derived(value, size, f"{path}.{name}")
@@ -111,13 +127,32 @@ def _is_of_all(value: Any, size: int) -> bool:
     return isinstance(value, int | float | complex) and not isinstance(value, bool)
 
 
-def _filled(original: Mapping, values: dict[str, Any]) -> Any:
+def _filled(original: Mapping, values: dict[str, Any], function: Callable[[Tensor], Tensor]) -> Any:
     """A dict of a class of its own (model libraries have many) keeps its class; other mappings become dicts."""
     if not isinstance(original, dict):
         return values
     clone = copy.copy(original)
     for key, value in values.items():
         clone[key] = value
+    return _with_attributes(clone, original, values, function)
+
+
+def _refilled(original: Any, items: list[Any]) -> Any:
+    """A tuple or list of a class of its own with other items; to make a list anew may change what it is given."""
+    if isinstance(original, list):
+        clone = copy.copy(original)
+        list.__setitem__(clone, slice(None), items)
+        return clone
+    # A named tuple takes its fields one by one.
+    return type(original)(*items) if hasattr(original, "_fields") else type(original)(items)
+
+
+def _with_attributes(clone: Any, original: Any, values: dict[str, Any], function: Callable[[Tensor], Tensor]) -> Any:
+    """The clone, whose attributes are mapped like its items; what is an item too stays the same object."""
+    own = getattr(clone, "__dict__", {})
+    for name, value in getattr(original, "__dict__", {}).items():
+        mirrored = isinstance(original, Mapping) and original.get(name, own) is value
+        own[name] = values[name] if mirrored else map_tensors(value, function)
     return clone
 
 
@@ -130,6 +165,11 @@ def _is_sliced(leaf: Any) -> bool:
 
 
 def _leaves(batch: Batch, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(batch, PackedSequence):
+        raise TypeError(
+            f"{path} is a PackedSequence, which lies in memory by time and not by sample, and cannot be cut into "
+            "micro-batches: give padded sequences and their lengths, and pack them in the model or in compute."
+        )
     if isinstance(batch, Mapping):
         for key, value in batch.items():
             yield from _leaves(value, f"{path}[{key!r}]")
