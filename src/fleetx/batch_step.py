@@ -129,7 +129,7 @@ class Step:
                 _require_names(names, losses.values)
                 weighted = [self._weigh(shares, index, name, losses) for name in names]
                 ends = index == len(micro_batches) - 1 and not reduce_later
-                self._engine.merge(weighted, Weighing("sum"), weight=1, ends=ends)
+                self._engine.merge(weighted, Weighing("sum"), weight=1, ends=ends, names=names)
         except BaseException as error:
             samples = slicing.batch_size(micro_batches[0])
             oom.explain(error, self._engine.updater.parameters(), self.optimizer, self.strategy, samples)

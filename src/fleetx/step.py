@@ -85,7 +85,13 @@ class TrainingStep:
         return Outcome(detached, closed=False, losses={"loss": detached}, lr=self.updater.lr, _scale=scale)
 
     def merge(
-        self, losses: Sequence[Weighed], weighing: Weighing, weight: Number, ends: bool, retain_graph: bool = False
+        self,
+        losses: Sequence[Weighed],
+        weighing: Weighing,
+        weight: Number,
+        ends: bool,
+        retain_graph: bool = False,
+        names: tuple[str, ...] = ("loss",),
     ) -> None:
         """Backward of the weighed `losses` of one micro-batch; reduces meanwhile if it ends the window."""
         beats.beat()
@@ -100,7 +106,13 @@ class TrainingStep:
             reported += [loss.value.new_full((), loss.trained) for loss in losses]
         with muted(values, [loss.count for loss in trained], self.updater.parameters()):
             self.window.add(
-                objective, losses=reported, weighing=weighing, weight=weight, ends=ends, retain_graph=retain_graph
+                objective,
+                losses=reported,
+                weighing=weighing,
+                weight=weight,
+                ends=ends,
+                retain_graph=retain_graph,
+                names=names,
             )
 
     @torch.no_grad()
@@ -190,7 +202,10 @@ class TrainingStep:
             self.window.clear()
             beats.beat()
             if merged.leaving == world.size():
-                return outcome
+                break
+        if self.guard is not None:
+            self.guard.after_epoch()
+        return outcome
 
     def _weighing(self, items: Number | None) -> Weighing:
         if isinstance(items, Tensor):

@@ -108,6 +108,24 @@ class Updater:
             del optimizer.grad_scale, optimizer.found_inf
 
 
+def described(optimizer: Optimizer) -> list[str]:
+    """Everything that must be the same on all workers for their weights to stay the same, in words."""
+    lines = [type(optimizer).__name__]
+    for number, group in enumerate(optimizer.param_groups):
+        settings = sorted((name, value) for name, value in group.items() if name not in ("params", "param_names"))
+        shown = ", ".join(f"{name} {_plain(value)}" for name, value in settings)
+        lines.append(f"group {number} of {len(group['params'])} parameters with {shown}")
+        kept = [" ".join(sorted(optimizer.state[p])) if p in optimizer.state else "none" for p in group["params"]]
+        lines.append(f"state of group {number}: {'; '.join(kept)}")
+    return lines
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.tolist()
+    return value if isinstance(value, bool | int | float | str | list | tuple) else type(value).__name__
+
+
 def _masters_for(optimizer: Optimizer) -> MasterWeights | None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     low = [p for p in parameters if p.dtype in LOW_PRECISION]

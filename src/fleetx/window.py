@@ -55,15 +55,20 @@ class Window:
     """Gradients, weights and losses of the micro-batches of one update, on this worker."""
 
     def __init__(
-        self, parameters: Callable[[], list[Tensor]], settings: ReducerSettings | None = None, terms: str = ""
+        self,
+        parameters: Callable[[], list[Tensor]],
+        settings: ReducerSettings | None = None,
+        terms: Callable[[], list[str]] = list,
     ) -> None:
         self._parameters = parameters
         self._settings = settings or ReducerSettings()
-        # What else all workers must agree on, in words.
+        # What else all workers must agree on, in words: asked for when they compare what they reduce.
         self._terms = terms
+        self._reduced_names: tuple[str, ...] = ()
         self._reducer: Reducer | None = None
         self._is_new = True
-        self._weighed: tuple[HostValue, HostValue] | None = None  # how many workers held something, and gave items=
+        # How many workers held something, gave items=, and would have reduced something else.
+        self._facts: list[HostValue] | None = None
         self._failure: BaseException | None = None
         self.reductions = 0
         # Called when a window has got its first micro-batch's forward, and when it is over: a checkpoint listens.
@@ -87,11 +92,12 @@ class Window:
         weight: Number,
         ends: bool,
         retain_graph: bool = False,
+        names: tuple[str, ...] = ("loss",),
     ) -> None:
         """Run one micro-batch's backward; if it `ends` the window, reduce gradients while it runs.
 
-        `losses` are the weighted values to report, `weight` is what this micro-batch adds to the divisor. All
-        micro-batches of a window have the same `weighing`.
+        `losses` are the weighted values to report, called `names` on all workers; `weight` is what this micro-batch
+        adds to the divisor. All micro-batches of a window have the same `weighing`.
         """
         if self.held == 0:
             self._begin(weighing)
@@ -100,6 +106,7 @@ class Window:
         else:
             self._require_untouched()
         self._marks = []
+        self._names = names
         self.held += 1
         self.weight = self.weight + weight
         values = [loss.detach() for loss in losses]
@@ -135,24 +142,25 @@ class Window:
             with self._reducing(leaving):
                 pass
         assert self._reducer is not None
-        weight, holding, by_items, left, stop, *losses = self._reducer.finish()
+        weight, holding, by_items, left, stop, changed, *losses = self._reducer.finish()
         stopping.note(stop)
-        self._check_weighing(holding, by_items)
+        self._check_others(holding, by_items, changed)
         if self.held == 0 and by_items.item() > 0:
             self.weighing = Weighing("items")
         # Workers that have nothing left meet once more, to learn that all are done.
         self.reductions += 1 if self.held or holding.item() > 0 else 0
         return Merged(self._reducer.payloads, self._divisor(weight), losses, holding, left)
 
-    def _check_weighing(self, holding: Tensor, by_items: Tensor) -> None:
-        """All workers gave items=, or none; so as not to wait for a device, it is asked about the window before."""
+    def _check_others(self, holding: Tensor, by_items: Tensor, changed: Tensor) -> None:
+        """All gave items= or none, and reduce the same; so as not to wait for a device, of the window before."""
+        facts = (holding, by_items, changed)
         if self._is_new or _is_at_hand(by_items):
-            _require_one_weighing(holding.item(), by_items.item())
-            self._is_new, self._weighed = False, None
+            _require_one_mind(*(fact.item() for fact in facts))
+            self._is_new, self._facts = False, None
             return
-        before, self._weighed = self._weighed, (HostValue(holding.clone()), HostValue(by_items.clone()))
+        before, self._facts = self._facts, [HostValue(fact.clone()) for fact in facts]
         if before is not None:
-            _require_one_weighing(before[0].get(), before[1].get())
+            _require_one_mind(*(fact.get() for fact in before))
 
     def clear(self) -> None:
         """Forget the micro-batches. Gradients stay readable until the next window begins."""
@@ -163,6 +171,7 @@ class Window:
         self.losses: list[Tensor] = []
         self._members: list[Tensor] = []
         self._marks: list[tuple[int, int]] = []
+        self._names = ("loss",)
         self._has_left = False
         for tell in self.on_end if ends else ():
             tell()
@@ -281,7 +290,8 @@ class Window:
         losses = self.losses or [torch.zeros(())]
         # Counts of different workers have different units, so these are taken back before the sum.
         prescale = self.weighing.unit if self.weighing.kind == "items" else 1.0
-        facts = (self.held > 0, self.held > 0 and self.weighing.kind == "items", leaving, stopping.is_wanted())
+        by_items = self.held > 0 and self.weighing.kind == "items"
+        facts = (self.held > 0, by_items, leaving, stopping.is_wanted(), False)
         extras = [self.weight, *map(float, facts), *(loss * prescale for loss in losses)]
         with self._fitting_reducer(len(extras)).overlapping(extras, prescale):
             yield
@@ -300,13 +310,26 @@ class Window:
     def _fitting_reducer(self, extras: int) -> Reducer:
         """The reducer, made anew when parameters were frozen or freed, or other losses are reported."""
         reducer = self._reducer
-        if reducer is None or reducer.extras != extras or not _same(reducer.parameters, self._members):
-            shapes = [f"{label(p)} {tuple(p.shape)} {p.dtype}" for p in self._members]
-            terms = [self._terms, f"{self._settings}", f"numbers {extras}"]
-            self._is_new = True
-            require_agreement([*terms, *shapes], self._members[0].device, "what a window reduces")
-            reducer = self._reducer = Reducer(self._members, extras, self._settings)
-        return reducer
+        if reducer is not None and self._fits(reducer, extras):
+            return reducer
+        if reducer is not None:
+            _require_one_mind(world.size(), 0, reducer.announce(_CHANGED), world.size())
+        shapes = [f"{label(p)} {tuple(p.shape)} {p.dtype}" for p in self._members]
+        terms = [*self._terms(), f"{self._settings}", f"losses {', '.join(self._names)}", f"numbers {extras}"]
+        self._is_new = True
+        require_agreement([*terms, *shapes], self._members[0].device, "what a window reduces")
+        self._reducer = Reducer(self._members, extras, self._settings)
+        self._reduced_names = self._names
+        return self._reducer
+
+    def _fits(self, reducer: Reducer, extras: int) -> bool:
+        # A worker that holds nothing takes any names.
+        names_fit = self._names == self._reduced_names or not self.held
+        return names_fit and reducer.extras == extras and _same(reducer.parameters, self._members)
+
+
+_CHANGED = 5
+"""The place of a fact among the extras: the worker would have reduced something else."""
 
 
 def _mark(parameter: Tensor) -> tuple[int, int]:
@@ -315,7 +338,13 @@ def _mark(parameter: Tensor) -> tuple[int, int]:
     return (0, 0) if grad is None else (id(grad), grad._version)
 
 
-def _require_one_weighing(holding: float, by_items: float) -> None:
+def _require_one_mind(holding: float, by_items: float, changed: float, expected: float = 0) -> None:
+    if changed != expected:
+        raise ValueError(
+            f"{changed:.0f} of {world.size()} workers added, froze or freed parameters, or report other losses, and "
+            "the others did not: the workers differ in what a window reduces. Do so on all workers, before the same "
+            "window."
+        )
     if by_items not in (0, holding):
         raise ValueError(
             f"{by_items:.0f} of {holding:.0f} workers gave items= to minimize, and the others did not: the workers "

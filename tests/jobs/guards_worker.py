@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+import fleetx as X
 from fleetx import fleet
 
 EPOCHS, K_STEPS = 2, 2
@@ -19,11 +20,11 @@ def batch(rank, epoch, number):
     return torch.randn(4, 3, generator=generator, dtype=torch.float64)
 
 
-def build(**options):
+def build(settings=(), **options):
     torch.manual_seed(0)
     strategy = fleet.DistributedStrategy(gradient_merge=True, gradient_merge_configs={"k_steps": K_STEPS})
     model = fleet.distributed_model(torch.nn.Linear(3, 2).double(), strategy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), **{"lr": 0.1, "momentum": 0.9, **dict(settings)})
     return model, fleet.distributed_optimizer(optimizer, strategy, **options)
 
 
@@ -89,6 +90,78 @@ def mixed(rank):
     return None
 
 
+def trained(model, optimizer, windows):
+    """The number of the window that raised, and what it said; None if none did."""
+    for number in range(windows):
+        try:
+            for _ in range(K_STEPS):
+                optimizer.minimize(loss_of(model, batch(0, 0, number)))
+        except ValueError as error:
+            return [number, str(error)]
+    return None
+
+
+def differing(rank):
+    """One worker differs in a setting or in its optimizer's state: found in the first window."""
+    different = rank == 1
+    found = {
+        "lr": trained(*build({"lr": 0.2 if different else 0.1}), 2),
+        "momentum": trained(*build({"momentum": 0.8 if different else 0.9}), 2),
+        "clip_norm": trained(*build(clip_norm=1.0 if different else 2.0), 2),
+        "compare_every": trained(*build(compare_every=50 if different else 100), 2),
+    }
+    model, optimizer = build()
+    if different:
+        optimizer.state[model.weight]["momentum_buffer"] = torch.ones_like(model.weight)
+    return found | {"state": trained(model, optimizer, 2)}
+
+
+def changing(rank):
+    """Later one worker adds, freezes or names something else, and the others do not."""
+    found = {}
+    for what in ("added", "frozen", "names"):
+        model, optimizer = build()
+        extra = fleet.distributed_model(torch.nn.Linear(2, 2).double(), optimizer.strategy)
+        assert trained(model, optimizer, 2) is None
+        if rank == 1 and what == "added":
+            optimizer.inner.add_param_group({"params": list(extra.parameters())})
+        if rank == 1 and what == "frozen":
+            model.bias.requires_grad_(False)
+        if what == "names":
+            names = ("a", "b" if rank == 1 else "c")
+            step = X.Step(model, optimizer, compute=lambda m, b, names=names: {name: loss_of(m, b) for name in names})
+            try:
+                step(batch(0, 0, 0))
+            except ValueError as error:
+                found[what] = [0, str(error)]
+        else:
+            found[what] = trained(model, optimizer, 3)
+    model, optimizer = build()
+    assert trained(model, optimizer, 2) is None
+    model.bias.requires_grad_(False)  # on all: nothing to say
+    return found | {"all": trained(model, optimizer, 2)}
+
+
+def drifted(rank, folder):
+    """Weights that differ are found by a flush and by a save, long before it is time to compare."""
+    found = {}
+    for way in ("flush", "save", "saved beside"):
+        model, optimizer = build()
+        assert trained(model, optimizer, 1) is None
+        if rank == 1:
+            model.bias.data[0] += 1e-9
+        checkpoints = X.Checkpoints(Path(folder, way), model=model, optimizer=optimizer)
+        try:
+            if way == "flush":
+                optimizer.flush()
+            else:
+                checkpoints.save(1, asynchronous=way == "saved beside")
+                checkpoints.wait()
+        except RuntimeError as error:
+            found[way] = [type(error).__name__, str(error)]
+    return found
+
+
 def stopping(rank):
     """One worker gets the signal first; all must see it at the same update."""
     model, optimizer = build()
@@ -127,6 +200,9 @@ def main():
         "listeners": listeners(),
         "drifting": drifting(rank),
         "mixed": mixed(rank),
+        "differing": differing(rank),
+        "changing": changing(rank),
+        "drifted": drifted(rank, sys.argv[1]),
         "stopping": stopping(rank),
     }
     Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(found))

@@ -59,6 +59,45 @@ def test_a_worker_that_forgets_items_in_a_later_window_is_noticed_before_the_upd
         assert f"{len(found) - 1} of {len(found)} workers gave items= to minimize" in message
 
 
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("lr", "lr 0.2"),
+        ("momentum", "momentum 0.8"),
+        ("clip_norm", "clip_norm 1.0"),
+        ("compare_every", "compare_every 50"),
+        ("state", "state of group 0: momentum_buffer; none"),
+    ],
+)
+def test_settings_and_state_that_differ_are_found_in_the_first_window(found, what, said):
+    for worker in found:
+        number, message = worker["differing"][what]
+        assert number == 0
+        assert "the workers differ in what a window reduces" in message
+    assert said in found[1]["differing"][what][1]
+
+
+def test_a_worker_that_would_reduce_something_else_is_found_in_that_window(found):
+    for worker in found:
+        changing = worker["changing"]
+        assert [changing[what][0] for what in ("added", "frozen", "names")] == [0, 0, 0]
+        for what in ("added", "frozen"):
+            assert f"1 of {len(found)} workers added, froze or freed parameters" in changing[what][1]
+        assert "the workers differ in what a window reduces" in changing["names"][1]
+        assert changing["all"] is None
+
+
+def test_weights_that_differ_are_found_by_a_flush_and_by_a_save(found):
+    for worker in found:
+        kind, message = worker["drifted"]["flush"]
+        assert kind == "WorkersDifferError"
+        assert "1 of 2 parameters (bias" in message
+        for way in ("save", "saved beside"):
+            kind, message = worker["drifted"][way]
+            assert kind == "CheckpointError"
+            assert "worker 1 differs from worker 0 in 1 of 2 parameters (bias)" in message
+
+
 def test_all_workers_see_the_same_stop(found):
     assert [worker["stopping"] for worker in found] == [11] * len(found)
 

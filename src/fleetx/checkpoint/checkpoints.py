@@ -136,6 +136,7 @@ class Checkpoints:
                 job=self._run.job(self._job_name),
                 weights=_bytes_of(self._run.models),
                 workers=self._workers,
+                sums=state.sums_of_weights(self._run),
             )
             if asynchronous:
                 contents = contents.copied_by(self._copies)

@@ -53,6 +53,8 @@ class Contents:
     tensors: dict[str, dict[str, Tensor]]
     texts: dict[str, bytes]
     optimizer_names: set[str]
+    # Name and checksum of each weight that all workers should share.
+    sums: list[tuple[str, int]]
 
     def copied_by(self, copies: HostCopies) -> "Contents":
         """The same, independent of what training does next."""
@@ -63,7 +65,14 @@ class Contents:
 
 
 def contents_of(
-    collected: Collected, *, step: int, epoch: int | None, job: Job, weights: int, workers: Workers
+    collected: Collected,
+    *,
+    step: int,
+    epoch: int | None,
+    job: Job,
+    weights: int,
+    workers: Workers,
+    sums: list[tuple[str, int]],
 ) -> Contents:
     """This worker's part of what was collected; `weights` are the bytes that the first worker writes in any case."""
     tensors_file, text_file = own_files(workers.rank)
@@ -84,7 +93,7 @@ def contents_of(
         texts[SHARED] = _as_text(collected.shared)
     for own in tensors.values():
         outline(own)  # raises now, and not beside training
-    return Contents(step, epoch, job, tensors, texts, set(parts))
+    return Contents(step, epoch, job, tensors, texts, set(parts), sums)
 
 
 def share_out(sizes: Mapping[str, int], workers: int, head_start: int) -> list[list[str]]:
@@ -113,6 +122,7 @@ def write(folder: CheckpointFolder, workers: Workers, collected: Contents | Exce
     what = f"the checkpoint of step {contents.step}"
     if len(set(steps)) > 1:
         raise CheckpointError(f"all workers must save the same step, and they save {', '.join(map(str, steps))}.")
+    _require_same_weights(contents.sums, workers)
 
     def begin() -> str:
         with explained(what, folder.path):
@@ -143,6 +153,21 @@ def _step_of(contents: Contents | Exception) -> int:
     if isinstance(contents, Exception):
         raise contents
     return contents.step
+
+
+def _require_same_weights(sums: list[tuple[str, int]], workers: Workers) -> None:
+    """Weights are saved once for all: those of a worker that drifted away would be lost without a word."""
+    if len(set(workers.exchange(hash(tuple(number for _, number in sums))))) == 1:
+        return
+    everybody = [dict(map(tuple, theirs)) for theirs in workers.exchange(sums)]
+    differing = sorted({rank for rank, theirs in enumerate(everybody) if theirs != everybody[0]})
+    names = [name for name, _ in sums if len({theirs.get(name) for theirs in everybody}) > 1]
+    raise CheckpointError(
+        f"all workers must hold the same weights, and worker {', '.join(map(str, differing))} differs from worker 0 in "
+        f"{len(names)} of {len(sums)} parameters ({', '.join(names[:3])}). Weights must change only through the "
+        "optimizer, with the same settings on all workers; or give compare_every=0 to fleet.distributed_optimizer if "
+        "they are meant to differ."
+    )
 
 
 def _write_files(draft: Path, contents: Contents) -> dict[str, FileFacts]:

@@ -111,6 +111,12 @@ def collect(run: Run, extra: Mapping[str, Any], rank: int) -> Collected:
     return Collected(encoded_dict(shared), encoded_dict(own), model, optimizer, mine)
 
 
+def sums_of_weights(run: Run) -> list[tuple[str, int]]:
+    """Name and checksum of each weight that all workers should share, where they are compared now and then."""
+    guards = [its.engine.guard for its in run.optimizers.values() if isinstance(its, DistributedOptimizer)]
+    return [one for guard in guards if guard is not None for one in guard.sums()]
+
+
 def require_parts(run: Run, own: Tree) -> None:
     """Raise, before anything is put back, if a loader or something beside was not saved; tell what is left out."""
     for kind, argument in (("loaders", "loader"), ("also", "also")):

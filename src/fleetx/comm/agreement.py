@@ -2,11 +2,12 @@
 
 import hashlib
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
 
-from fleetx.comm import world
+from fleetx.comm import sharing, world
 
 
 def require_agreement(lines: Sequence[str], device: torch.device, what: str) -> None:
@@ -17,12 +18,23 @@ def require_agreement(lines: Sequence[str], device: torch.device, what: str) -> 
     mine = torch.tensor(list(digest), dtype=torch.int32, device=device)
     first = mine.clone()
     dist.broadcast(first, src=0)
-    differs = (mine != first).any().int()
-    dist.all_reduce(differs, op=dist.ReduceOp.MAX)
-    if differs.item():
-        shown = "; ".join(line for line in lines[:4] if line)
+    differs = torch.zeros(world.size(), dtype=torch.int32, device=device)
+    differs[world.rank()] = (mine != first).any()
+    dist.all_reduce(differs)
+    others = [str(rank) for rank, flag in enumerate(differs.tolist()) if flag]
+    if others:
+        theirs = sharing.from_first("\n".join(lines), device).split("\n")
         raise ValueError(
-            f"the workers differ in {what}: at least one of them has other values, or the same in another order, than "
-            f"worker 0. Worker {world.rank()} has {len(lines)} entries, beginning with {shown}. "
-            "Build model, optimizer and strategy from the same code and settings on every worker."
+            f"the workers differ in {what}: {_difference(lines, theirs, others)}. Build model, optimizer and strategy "
+            "from the same code and settings on every worker."
         )
+
+
+def _difference(lines: Sequence[str], first: Sequence[str], others: Sequence[str]) -> str:
+    for mine, theirs in zip_longest(lines, first):
+        if mine != theirs:
+            return f"worker 0 has {theirs or 'nothing more'}, and worker {world.rank()} has {mine or 'nothing more'}"
+    who = f"worker {others[0]} has" if len(others) == 1 else f"workers {', '.join(others)} have"
+    return (
+        f"{who} other values than worker 0, or the same in another order. Worker 0 begins with {'; '.join(first[:4])}"
+    )

@@ -23,7 +23,7 @@ class WorkersDifferError(RuntimeError):
 
 
 class ParameterGuard:
-    """Compares checksums of all weights after every `every`-th window; 0 never does."""
+    """Compares checksums of all weights after every `every`-th window, at a flush and at a save; 0 never does."""
 
     def __init__(self, every: int) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 0:
@@ -41,6 +41,16 @@ class ParameterGuard:
         self.windows += 1
         if self.every and world.size() > 1 and self.windows % self.every == 0:
             self.compare()
+
+    def after_epoch(self) -> None:
+        """Compare, since the device is waited for anyway. All workers must call it."""
+        if self.every and world.size() > 1:
+            self.compare()
+
+    @torch.no_grad()
+    def sums(self) -> list[tuple[str, int]]:
+        """Name and checksum of each parameter, for who compares by other ways; none where nobody compares."""
+        return [(label(p), int(checksum(p))) for p in self._parameters()] if self.every and world.size() > 1 else []
 
     @torch.no_grad()
     def compare(self) -> None:

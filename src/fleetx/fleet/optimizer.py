@@ -4,6 +4,7 @@ import atexit
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -24,7 +25,7 @@ from fleetx.optim import Lamb, Lars, Muon, TrustRatios
 from fleetx.outcome import Outcome
 from fleetx.step import TrainingStep
 from fleetx.strategy import DistributedStrategy
-from fleetx.update import Updater
+from fleetx.update import Updater, described
 from fleetx.window import Window
 
 if TYPE_CHECKING:
@@ -85,8 +86,7 @@ class DistributedOptimizer(Optimizer):
         guard = ParameterGuard(compare_every)
         self.strategy = strategy
         self.inner = _replacement(optimizer, strategy)
-        self.engine = _engine(self.inner, strategy, scheduler, clip_norm, watch)
-        self.engine.guard = guard
+        self.engine = _engine(self.inner, strategy, scheduler, clip_norm, watch, guard)
         guard.watch(self.engine.updater.parameters)
         if strategy.compile:
             self.engine.updater.compile()
@@ -321,20 +321,29 @@ def _engine(
     scheduler: Any,
     clip_norm: float | None,
     watch: NonFiniteWatch,
+    guard: ParameterGuard,
 ) -> TrainingStep:
     updater = Updater(inner, scheduler)
     merge = strategy.gradient_merge_configs
     k_steps = merge.k_steps if strategy.gradient_merge else 1
     average = merge.avg or not strategy.gradient_merge
+    checks_made = f"nonfinite_limit {watch.limit}, compare_every {guard.every}"
+    terms = partial(_terms, f"k_steps {k_steps}, avg {average}, clip_norm {clip_norm}, {checks_made}", inner)
     return TrainingStep(
-        window=Window(updater.parameters, _reducer_settings(strategy), f"k_steps {k_steps}, avg {average}"),
+        window=Window(updater.parameters, _reducer_settings(strategy), terms),
         updater=updater,
         k_steps=k_steps,
         average=average,
         scaler=_scaler(strategy),
         clip_norm=clip_norm,
         watch=watch,
+        guard=guard,
     )
+
+
+def _terms(settings: str, inner: Optimizer) -> list[str]:
+    """What must be the same on all workers beside the parameters, in words."""
+    return [settings, *described(inner)]
 
 
 def _mention_open_window(reference: "weakref.ref[DistributedOptimizer]") -> None:
