@@ -5,7 +5,7 @@ window closes it; `Step(batch)` cuts a whole batch, adds all of its micro-batche
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fleetx import gradients
 from fleetx.amp.scaler import LossScaler
+from fleetx.buffers import WindowBuffers
 from fleetx.comm import beats, world
 from fleetx.comm.guard import ParameterGuard
 from fleetx.empty_losses import muted
@@ -48,8 +49,11 @@ class TrainingStep:
     clip_norm: float | None
     watch: NonFiniteWatch
     guard: ParameterGuard | None = None
+    buffers: WindowBuffers = field(default_factory=WindowBuffers)
 
     def __post_init__(self) -> None:
+        self.window.on_begin.append(self.buffers.note_begin)
+        self.window.on_end.append(self.buffers.end)
         self.stopwatch = Stopwatch()
         # Whether nothing has been trained yet, here or in the run that was resumed.
         self.is_first = True
@@ -154,7 +158,7 @@ class TrainingStep:
             finite = norm.isfinite() & usable
             gradients.divide_and_clip_(merged.grads, divisor, norm, self.clip_norm)
             lr = self.updater.lr
-            self.updater.update(finite)
+            self.updater.update(finite, self.buffers if self.window.held else WindowBuffers())
             if self.scaler is not None:
                 self.scaler.update(found_inf=~finite)
         except BaseException as error:

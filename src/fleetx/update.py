@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from fleetx.apart import compiled_apart
+from fleetx.buffers import WindowBuffers
 from fleetx.masters import MasterWeights
 from fleetx.notices import tell_once
 from fleetx.numbers import LOW_PRECISION
@@ -41,14 +42,17 @@ class Updater:
         """Where the parameters live."""
         return self.parameters()[0].device
 
-    def update(self, finite: Tensor) -> None:
-        """Apply the gradients if they are `finite`; the schedule counts the window either way."""
+    def update(self, finite: Tensor, buffers: WindowBuffers) -> None:
+        """Apply the gradients if they are `finite`, or else put the buffers back; the schedule counts either way."""
         if self.masters:
             self.masters.take_gradients()
         if self._skips_on_device(finite):
             self._step_on_device(finite)
+            buffers.restore(unless=finite)
         elif finite.item():
             self._step()
+        else:
+            buffers.restore()
         if self.masters:
             self.masters.publish()
         if self.scheduler is not None:

@@ -118,6 +118,42 @@ def test_a_skipped_window_leaves_no_trace(make, bad_window):
         assert torch.equal(ours, theirs)
 
 
+def test_a_skipped_window_leaves_buffers_as_they_were_and_never_waits():
+    net = nn.Sequential(nn.Linear(6, 64), nn.BatchNorm1d(64), nn.Linear(64, 3)).cuda()
+    step = X.Step(net, torch.optim.AdamW(net.parameters(), fused=True), functional.cross_entropy, merging())
+    x, y = (tensor.cuda() for tensor in samples())
+    for _ in range(3):
+        step((x, y))
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    broken = x.clone()
+    broken[20] = float("nan")
+    with NoWaiting():
+        out = step((broken, y))
+    assert out.skipped
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+@pytest.mark.parametrize("names", [("common", "rare"), ("common",)])
+def test_counts_on_the_device_mute_losses_without_items_and_are_never_waited_for(names):
+    net = plain.make_two_heads().cuda()
+    step = X.Step(
+        net,
+        torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01, fused=True),
+        compute=lambda model, micro: {name: plain.weighed_losses(model, micro)[name] for name in names},
+        items=lambda micro: {name: plain.weighed_items(micro)[name] for name in names},
+        strategy=merging(),
+    )
+    batches = [tuple(tensor.cuda() for tensor in batch) for batch in plain.weighed_batches(1)]
+    outs = [step(batch) for batch in batches[:2]]
+    with NoWaiting():
+        outs += [step(batch) for batch in batches[2:]]
+    assert all(outs)
+    reference = plain.train_weighed(1, names)
+    for name, value in net.state_dict().items():
+        torch.testing.assert_close(value.cpu(), reference[name], rtol=1e-11, atol=1e-11)
+
+
 def test_fp16_overflow_shrinks_the_scale_and_training_goes_on():
     net = small()
     strategy = merging(

@@ -60,6 +60,12 @@ def is_prepared(model: nn.Module) -> bool:
     return model in _prepared
 
 
+def models_of(parameters: list[torch.Tensor]) -> list[nn.Module]:
+    """The prepared models that have one of the parameters."""
+    wanted = {id(parameter) for parameter in parameters}
+    return [model for model in _prepared if any(id(parameter) in wanted for parameter in model.parameters())]
+
+
 def strategy_of(parameter: torch.Tensor) -> DistributedStrategy | None:
     """The strategy that the parameter's model was prepared with."""
     return _strategies.get(parameter)

@@ -13,11 +13,12 @@ from torch.optim import Optimizer
 
 from fleetx import names
 from fleetx.amp import LossScaler, low_dtype
+from fleetx.buffers import WindowBuffers
 from fleetx.comm import world
 from fleetx.comm.guard import ParameterGuard
 from fleetx.comm.reducer import ReducerSettings
 from fleetx.fleet import checks, oom
-from fleetx.fleet.model import require_joined, runnable
+from fleetx.fleet.model import models_of, require_joined, runnable
 from fleetx.nonfinite import NonFiniteWatch
 from fleetx.notices import tell_once
 from fleetx.numbers import LOW_PRECISION, Number
@@ -244,7 +245,8 @@ class DistributedOptimizer(Optimizer):
             "fleetx": {
                 "k_steps": engine.k_steps,
                 "names": self._names(),
-                "window": engine.window.state_dict(copy),
+                "window": engine.window.state_dict(copy)
+                | {"buffers": engine.buffers.state_dict(copy) if engine.window.held else []},
                 "watch": engine.watch.state_dict(),
                 "masters": masters.state_dict(copy) if masters else None,
                 "scaler": scaler.state_dict() if scaler else None,
@@ -266,6 +268,7 @@ class DistributedOptimizer(Optimizer):
             engine.updater.load_schedule(ours["scheduler"])
         engine.watch.load_state_dict(ours["watch"])
         engine.window.load_state_dict(ours["window"])
+        engine.buffers.load_state_dict(ours["window"].get("buffers", []))
         engine.is_first = False
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -338,6 +341,7 @@ def _engine(
         clip_norm=clip_norm,
         watch=watch,
         guard=guard,
+        buffers=WindowBuffers(models_of(updater.parameters())),
     )
 
 

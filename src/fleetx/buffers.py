@@ -1,0 +1,161 @@
+"""Buffers of models as they were when a window began: a window that is skipped leaves them as it leaves weights."""
+
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fleetx.comm.buckets import MIB
+from fleetx.optim.sharded import local
+
+LARGE = 16 * MIB
+"""Buffers above this (caches, quantised weights) are kept from the window on in which they were seen to change."""
+
+
+class _Place(NamedTuple):
+    module: nn.Module
+    leaf: str
+
+    @property
+    def buffer(self) -> Tensor | None:
+        held = self.module._buffers[self.leaf]
+        return None if held is None else local(held)
+
+
+class _Kept(NamedTuple):
+    """Buffers of one kind, side by side in one tensor."""
+
+    places: list[_Place]
+    shapes: list[torch.Size]
+    values: Tensor
+
+
+class WindowBuffers:
+    """Keeps the buffers of some models from the start of each window, and puts them back if it is skipped.
+
+    A window begins with the first training forward after the last one: what was loaded or estimated before that stays.
+    A forward that cannot be seen (inside of torch.compile, or of a part alone) is taken to follow the last window
+    directly.
+    """
+
+    def __init__(self, models: Sequence[nn.Module] = ()) -> None:
+        self._models = [weakref.ref(model) for model in models]
+        self._kept: list[_Kept] = []
+        # Of large buffers: what was seen of each, and those that have changed.
+        self._seen: dict[tuple[int, str], tuple[weakref.ref[Tensor], int]] = {}
+        self._changing: set[tuple[int, str]] = set()
+        self._is_between = True
+        for model in models:
+            if any(True for _ in model.buffers()):
+                model.register_forward_pre_hook(_Forward(self))
+        self.keep()
+
+    def __reduce__(self) -> Any:
+        return WindowBuffers, ()  # a copy of an optimizer knows no models
+
+    def begin(self) -> None:
+        """A training forward: if it is the first of its window, the buffers are kept as they are now."""
+        if self._is_between:
+            self.keep()
+            self._is_between = False
+
+    def note_begin(self) -> None:
+        """The window holds a micro-batch: forwards from here on belong to it."""
+        self._is_between = False
+
+    def end(self) -> None:
+        """The window is over, and what had to be put back has been."""
+        self.keep()
+        self._is_between = True
+
+    def state_dict(self, copy: bool = True) -> list[Tensor]:
+        """The buffers as they were when the window in progress began."""
+        return [kept.values.clone() if copy else kept.values for kept in self._kept]
+
+    def load_state_dict(self, saved: Sequence[Tensor]) -> None:
+        """Continue a window that began with these; without any, one begins now."""
+        self.keep()
+        self._is_between = not saved
+        if [values.shape for values in saved] == [kept.values.shape for kept in self._kept]:
+            pairs = zip(self._kept, saved, strict=True)
+            self._kept = [kept._replace(values=values.clone().to(kept.values)) for kept, values in pairs]
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Remember the buffers as they are."""
+        kinds: dict[Any, list[_Place]] = {}
+        for place in self._places():
+            buffer = place.buffer
+            if buffer is not None and buffer.layout == torch.strided and not buffer.is_meta and self._is_kept(place):
+                kinds.setdefault((buffer.dtype, buffer.device), []).append(place)
+        self._kept = []
+        for places in kinds.values():
+            buffers = [buffer for place in places if (buffer := place.buffer) is not None]
+            self._kept.append(_Kept(places, [buffer.shape for buffer in buffers], _joined(buffers)))
+
+    @torch.no_grad()
+    def restore(self, unless: Tensor | None = None) -> None:
+        """Put the buffers back; with `unless` only where it is not true, which the device finds by itself."""
+        for kept in self._kept:
+            values = kept.values
+            buffers = [buffer for place in kept.places if (buffer := place.buffer) is not None]
+            fitting = [buffer.shape for buffer in buffers] == kept.shapes and all(_alike(b, values) for b in buffers)
+            if unless is not None and (not fitting or values.device != unless.device):
+                if unless.item():  # the host has to know, where a buffer was replaced by another kind
+                    continue
+            elif unless is not None:
+                values = torch.where(unless, _joined(buffers), values)
+            sizes = [math.prod(shape) for shape in kept.shapes]
+            pieces = [piece.view(shape) for piece, shape in zip(values.split(sizes), kept.shapes, strict=True)]
+            if fitting:
+                torch._foreach_copy_(buffers, pieces)
+                continue
+            for place, piece in zip(kept.places, pieces, strict=True):
+                place.module._buffers[place.leaf] = piece.clone()
+
+    def _places(self) -> Iterator[_Place]:
+        seen: set[int] = set()
+        for model in filter(None, (reference() for reference in self._models)):
+            for module in model.modules():
+                for leaf, buffer in module._buffers.items():
+                    if buffer is not None and id(buffer) not in seen:
+                        seen.add(id(buffer))
+                        yield _Place(module, leaf)
+
+    def _is_kept(self, place: _Place) -> bool:
+        buffer = place.module._buffers[place.leaf]
+        if buffer is None or buffer.numel() * buffer.itemsize <= LARGE:
+            return buffer is not None
+        key = (id(place.module), place.leaf)
+        reference, version = self._seen.setdefault(key, (weakref.ref(buffer), buffer._version))
+        if reference() is not buffer or buffer._version != version:
+            self._changing.add(key)
+        return key in self._changing
+
+
+class _Forward:
+    """Tells of training forwards. A copy of the model has one that tells nobody."""
+
+    def __init__(self, buffers: WindowBuffers | None = None) -> None:
+        self._buffers = None if buffers is None else weakref.ref(buffers)
+
+    def __reduce__(self) -> Any:
+        return _Forward, ()
+
+    def __call__(self, module: nn.Module, _args: Any) -> None:
+        if torch.compiler.is_compiling() or not module.training or not torch.is_grad_enabled():
+            return
+        buffers = None if self._buffers is None else self._buffers()
+        if buffers is not None:
+            buffers.begin()
+
+
+def _joined(buffers: Sequence[Tensor]) -> Tensor:
+    return torch.cat([buffer.reshape(-1) for buffer in buffers])
+
+
+def _alike(buffer: Tensor, values: Tensor) -> bool:
+    return buffer.dtype == values.dtype and buffer.device == values.device
