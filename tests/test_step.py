@@ -180,6 +180,24 @@ def test_a_micro_batch_without_items_has_a_zero_gradient_whatever_its_formula_sa
         torch.testing.assert_close(value, reference[name], rtol=1e-12, atol=1e-12)
 
 
+def test_a_model_that_works_in_place_on_its_input_does_not_overwrite_the_batch():
+    class InPlace(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = plain.make_net()
+
+        def forward(self, x):
+            return self.net(x.mul_(0.5))
+
+    model = InPlace()
+    given, kept = batch(), batch()
+    step = X.Step(model, sgd(model), functional.cross_entropy, merging())
+    step(given)
+    step(given)
+    assert torch.equal(given[0], kept[0])
+    assert_trained_like(model.net, lambda net: plain.mean_loss(net, (kept[0] * 0.5, kept[1])), n_updates=2)
+
+
 def test_a_failing_forward_leaves_a_clean_window():
     calls = []
 

@@ -12,6 +12,7 @@ from fleetx.fleet.model import distributed_model, is_prepared
 from fleetx.fleet.optimizer import DistributedOptimizer, distributed_optimizer
 from fleetx.losses import Losses, named_losses
 from fleetx.numbers import Number
+from fleetx.optim.scaling import refuse_scaled_loss
 from fleetx.outcome import HostValue, Outcome
 from fleetx.shares import SAMPLES, Counts, Shares
 from fleetx.slicing import Batch
@@ -122,9 +123,13 @@ class Step:
         low_runs = amp.entries(self.model)
         try:
             for index, micro in enumerate(micro_batches):
-                moved = slicing.map_tensors(micro, lambda tensor: tensor.to(device, non_blocking=True))
+                # A copy: a model that works in place on its input must not overwrite the user's batch.
+                moved = slicing.map_tensors(micro, lambda tensor: tensor.to(device, non_blocking=True, copy=True))
                 losses = self._losses(moved)
                 self._require_low_precision(low_runs)
+                if self._engine.is_first and not index:
+                    for loss in losses.values.values():
+                        refuse_scaled_loss(loss)
                 names = names or tuple(sorted(losses.values))  # in the same order on all workers
                 _require_names(names, losses.values)
                 weighted = [self._weigh(shares, index, name, losses) for name in names]

@@ -19,6 +19,7 @@ from fleetx.comm.guard import ParameterGuard
 from fleetx.empty_losses import muted
 from fleetx.nonfinite import NonFiniteWatch
 from fleetx.numbers import LOW_PRECISION, Number
+from fleetx.optim.scaling import refuse_scaled_loss
 from fleetx.outcome import HostValue, Outcome, Stopwatch
 from fleetx.update import Updater
 from fleetx.window import Merged, Weighing, Window
@@ -74,6 +75,8 @@ class TrainingStep:
         """
         if not loss.requires_grad:
             raise ValueError(NO_GRADIENT)
+        if self.is_first:
+            refuse_scaled_loss(loss)
         weighing = self.window.weighing if self.window.held else self._weighing(items)
         self._require_same_weighing(weighing, items)
         ends = self.window.held + 1 >= self.k_steps
@@ -159,6 +162,7 @@ class TrainingStep:
             gradients.divide_and_clip_(merged.grads, divisor, norm, self.clip_norm)
             lr = self.updater.lr
             self.updater.update(finite, self.buffers if self.window.held else WindowBuffers())
+            torch.clear_autocast_cache()  # inside the user's own autocast it holds casts of the old weights
             if self.scaler is not None:
                 self.scaler.update(found_inf=~finite)
         except BaseException as error:

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fleetx import notices
 from fleetx.amp import LossScaler
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "fleet_golden.json").read_text())["loss_scaling"]
@@ -61,6 +62,20 @@ def test_state_survives_in_the_middle_of_a_streak():
     second.load_state_dict(first.state_dict())
     second.update(True)
     assert second.scale == 512.0
+
+
+def test_a_constant_scale_is_a_setting_and_a_saved_one_does_not_replace_it(caplog, monkeypatch):
+    monkeypatch.setattr(notices, "_told", set())
+    saved = LossScaler(1024.0).state_dict()
+    constant = LossScaler(8.0, use_dynamic_loss_scaling=False)
+    constant.load_state_dict(saved)
+    assert constant.scale == 8.0
+    dynamic = LossScaler(8.0)
+    dynamic.load_state_dict(saved)
+    assert dynamic.scale == 1024.0
+    told = caplog.text
+    assert "the loss scale is 8, as set here and constant; the saved run had 1024" in told
+    assert "goes on from the saved 1024: init_loss_scaling, 8 here and 1024 in the saved run" in told
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 import copy
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
+import fleetx as X
 from fleetx import LossScaler, NonFiniteError, fleet
 from tests import plain
 
@@ -602,3 +604,37 @@ def test_state_of_another_strategy_is_refused():
         other.load_state_dict(state)
     with pytest.raises(ValueError, match="saved by a plain optimizer"):
         optimizer.load_state_dict(torch.optim.SGD(plain.make_net().parameters(), lr=0.1).state_dict())
+
+
+@pytest.mark.parametrize("make", [lambda: torch.amp.GradScaler("cpu"), lambda: torch.amp.GradScaler("cpu", 512.0)])
+@pytest.mark.parametrize("door", ["minimize", "step"])
+def test_a_loss_that_a_grad_scaler_multiplied_is_refused(make, door):
+    net, optimizer = prepare(plain.make_net(), k_steps=1)
+    scaler = make()
+
+    def scaled(model, micro):
+        return scaler.scale(plain.mean_loss(model, micro))
+
+    step = X.Step(net, optimizer, compute=scaled)
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    (micro,) = data(1)
+    with pytest.raises(RuntimeError, match="a GradScaler multiplied it by (65536|512): the weights would move"):
+        step(micro) if door == "step" else optimizer.minimize(scaled(net, micro))
+    assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+    assert optimizer.minimize(plain.mean_loss(net, micro) * 512.0)
+    assert optimizer.minimize(plain.mean_loss(net, micro) * torch.tensor(65536.0))  # a weight like any other, later on
+
+
+def test_casts_of_old_weights_do_not_outlive_an_update_inside_the_users_autocast():
+    def train(together):
+        torch.manual_seed(0)
+        net, optimizer = prepare(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), k_steps=2, lr=0.1)
+        x = torch.linspace(-1, 1, 32).reshape(8, 4)
+        with torch.autocast("cpu", dtype=torch.bfloat16) if together else nullcontext():
+            for _ in range(20):
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    loss = (net(x).float() - 1).square().mean()
+                optimizer.minimize(loss)
+        return [parameter.detach() for parameter in net.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(train(True), train(False), strict=True))

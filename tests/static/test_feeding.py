@@ -37,6 +37,20 @@ def test_a_wrong_feed_says_what_is_right(change, error, message):
         static.Executor().run(program(), change(FEED), ["loss"])
 
 
+def test_a_model_that_works_in_place_on_its_input_does_not_overwrite_the_array():
+    class InPlace(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(6, 1).double()
+
+        def forward(self, images):
+            return {"loss": self.net(images.mul_(0.5)).square().mean()}
+
+    images = FEED["images"].copy()
+    loss_of({"images": images}, static.Program(InPlace(), sgd, compile=False))
+    assert np.array_equal(images, FEED["images"])
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

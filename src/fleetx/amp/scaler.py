@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fleetx.notices import tell_once
+
 
 class LossScaler:
     """Multiplies the loss so that fp16 gradients do not vanish, and adapts the factor.
@@ -45,7 +47,8 @@ class LossScaler:
         self.incr_ratio = incr_ratio
         self.decr_ratio = decr_ratio
         self.use_dynamic_loss_scaling = use_dynamic_loss_scaling
-        self.scale_tensor = torch.tensor(float(init_loss_scaling))
+        self.init_loss_scaling = float(init_loss_scaling)
+        self.scale_tensor = torch.tensor(self.init_loss_scaling)
         self._good = torch.tensor(0)
         self._bad = torch.tensor(0)
 
@@ -89,13 +92,33 @@ class LossScaler:
         self._bad = torch.where(shrinks, 0, bad)
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale and both counts, as plain numbers."""
-        return {"scale": self.scale, "good": self.good_windows, "bad": self.bad_windows}
+        """The scale, where it began and both counts, as plain numbers."""
+        return {
+            "scale": self.scale,
+            "init": self.init_loss_scaling,
+            "good": self.good_windows,
+            "bad": self.bad_windows,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken."""
+        """Continue where `state_dict` was taken. A constant scale is a setting, and stays what it is here."""
+        saved = float(state["scale"])
+        if not self.use_dynamic_loss_scaling:
+            if saved != self.init_loss_scaling:
+                tell_once(
+                    "scaler.constant",
+                    f"the loss scale is {self.init_loss_scaling:g}, as set here and constant; the saved run had "
+                    f"{saved:g}.",
+                )
+            return
+        if state.get("init", self.init_loss_scaling) != self.init_loss_scaling:
+            tell_once(
+                "scaler.init",
+                f"the loss scale goes on from the saved {saved:g}: init_loss_scaling, {self.init_loss_scaling:g} here "
+                f"and {state['init']:g} in the saved run, is where a new run begins.",
+            )
         device = self.scale_tensor.device
-        self.scale_tensor = torch.tensor(float(state["scale"]), device=device)
+        self.scale_tensor = torch.tensor(saved, device=device)
         self._good = torch.tensor(int(state["good"]), device=device)
         self._bad = torch.tensor(int(state["bad"]), device=device)
 

@@ -10,8 +10,13 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
+
+_FIRST_SCALE = 65536.0
+"""Where torch's scalers begin."""
 
 
 def refuse_scaled_gradients(optimizer: Optimizer) -> None:
@@ -25,6 +30,28 @@ def refuse_scaled_gradients(optimizer: Optimizer) -> None:
                 "scaler.update() in place of optimizer.step(), or scaler.unscale_(optimizer) before it and "
                 "scaler.update() after it."
             )
+
+
+def refuse_scaled_loss(loss: Tensor) -> None:
+    """Raise if a GradScaler multiplied the loss: a step scales and unscales by itself, and would not divide by that.
+
+    What the loss was multiplied with last must be the number of a scaler in sight, or the one that all of them begin
+    with, as a 0-dimensional tensor.
+    """
+    made_by: Any = loss.grad_fn
+    while type(made_by).__name__ in ("ViewBackward0", "ToCopyBackward0"):
+        made_by = made_by.next_functions[0][0]
+    if type(made_by).__name__ != "MulBackward0":
+        return
+    factor = made_by._saved_other
+    if factor is None or factor.dim() or factor.requires_grad or factor.dtype != torch.float32:
+        return
+    scales = [scaler._scale for scaler in _in_sight() if scaler.is_enabled() and scaler._scale is not None]
+    if factor == _FIRST_SCALE or any(factor.data_ptr() == scale.data_ptr() for scale in scales):
+        raise RuntimeError(
+            f"the loss must come unscaled, and a GradScaler multiplied it by {factor.item():g}: the weights would move "
+            "that much too far. Give minimize or Step the loss itself; strategy.amp = True scales float16 losses."
+        )
 
 
 def _in_sight() -> Iterator[Any]:

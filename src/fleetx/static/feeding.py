@@ -64,7 +64,11 @@ def inputs_of(program: Program) -> Inputs:
 def as_batch(given: Mapping[str, Any], device: torch.device, on_host: Collection[str] = ()) -> dict[str, Tensor]:
     """The arrays as tensors on the device; those that the model reads `on_host` stay where they are."""
     tensors = {name: _as_tensor(name, value) for name, value in given.items()}
-    batch = {name: t if name in on_host else t.to(device, non_blocking=True) for name, t in tensors.items()}
+    # Copies: a model that works in place on its input must not overwrite the user's array.
+    batch = {
+        name: tensor.clone() if name in on_host else tensor.to(device, non_blocking=True, copy=True)
+        for name, tensor in tensors.items()
+    }
     sized = [tensor for tensor in batch.values() if tensor.dim()]
     if sized and all(tensor.numel() == 0 for tensor in sized):
         raise ValueError(f"the feed is empty: {described(batch)}. Leave it out, on all workers alike.")
