@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fleetx as X
 from fleetx import batch_step, fleet
+from fleetx.nonfinite import NonFiniteWatch
+from fleetx.update import Updater
 from tests import plain
 
 
@@ -196,6 +199,37 @@ def test_a_model_that_works_in_place_on_its_input_does_not_overwrite_the_batch()
     step(given)
     assert torch.equal(given[0], kept[0])
     assert_trained_like(model.net, lambda net: plain.mean_loss(net, (kept[0] * 0.5, kept[1])), n_updates=2)
+
+
+class Unasked(TorchDispatchMode):
+    """Fails where the host asks for a number: on a GPU it would wait there."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_on_a_device_nothing_asks_for_counts_or_for_whether_the_window_is_skipped(monkeypatch):
+    monkeypatch.setattr(batch_step, "_as_count", lambda _name, count: count)
+    monkeypatch.setattr(Updater, "_skips_on_device", lambda *_: True)
+    monkeypatch.setattr(NonFiniteWatch, "record", lambda *_: None)  # which looks one window late
+    net = plain.make_two_heads()
+    net.body = nn.Sequential(net.body, nn.BatchNorm1d(8).double())
+    step = X.Step(
+        net,
+        torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, fused=True),
+        compute=lambda model, micro: plain.weighed_losses(model, micro) | {"reported": micro[2].sum() / 0},
+        items=plain.weighed_items,
+        strategy=merging(plain.K_STEPS),
+        clip_norm=1.0,
+    )
+    batches = plain.weighed_batches(1)
+    step(batches[0])
+    with Unasked():
+        outs = [step(batch) for batch in batches[1:]]
+        outs += [step((batches[0][0] * float("nan"), *batches[0][1:]))]
+    assert [out.skipped for out in outs] == [False] * 4 + [True]
+    assert all(value.isfinite().all() for value in net.state_dict().values())
 
 
 def test_a_failing_forward_leaves_a_clean_window():
