@@ -9,6 +9,7 @@ from torch import nn
 
 from fleetx import memory
 from fleetx.memory import Segment, compiling, sizes
+from fleetx.memory.buffers import Watch
 from fleetx.memory.compiling import SharedCompilations
 from fleetx.memory.recompute import frames_alive
 from fleetx.memory.running import Run
@@ -520,6 +521,14 @@ def test_what_the_compiler_refused_is_not_tried_again():
         model(torch.randn(6, 4)).sum().backward()
         divided.append(applied.experience.segments[0].is_divided)
     assert divided[1:] == [False] * 5
+
+
+def test_a_compiled_forward_that_another_thread_removes_during_a_replay_stays_removed():
+    module, compilations = nn.Linear(4, 4), SharedCompilations(backend="eager")
+    compilations.install([module])
+    with Watch().before(module).restored():
+        compilations.uninstall([module])
+    assert "forward" not in vars(module)
 
 
 @pytest.mark.skipif(

@@ -186,11 +186,14 @@ def is_unchanged(now: Noted, before: Noted) -> bool:
 
 
 def put_back(now: Noted, before: Noted, drawn: Generators) -> None:
-    """Make attributes what they were, one by one: most did not change."""
-    for name in [name for name in now if name not in before and name not in _TORCHS_OWN]:
+    """Make attributes what they were, one by one: most did not change.
+
+    Other threads may install and remove compiled forwards meanwhile, so `forward` is left alone.
+    """
+    for name in [name for name in list(now) if name not in before and name not in _TORCHS_OWN]:
         del now[name]
     for name, value in before.items():
-        if name not in now or now[name] is not value:
+        if name != "forward" and (name not in now or now[name] is not value):
             now[name] = _again(value, drawn)
 
 

@@ -27,6 +27,8 @@ _numbers = itertools.count()
 _MOST_SIZES = 8  # a compilation takes long: with more, most of the time would go into them
 _SHARING = 3  # each of them may be compiled twice: the first layer's input has no gradient
 _TORCH = str(Path(torch.__file__).parent)
+# torch 2.13 does not compile in several threads at once: now and then a traced graph fails with a NameError.
+_one_thread = threading.RLock()
 
 
 @dataclass(eq=False)
@@ -63,7 +65,6 @@ class SharedCompilations:
         self._likeness: dict[int, tuple[Any, ...]] = {}
         self._numbers: dict[tuple[Any, ...], dict[Any, int]] = {}  # in which modules differ that are alike otherwise
         self._local = threading.local()
-        self._lock = threading.Lock()
         self._installed: Counter[nn.Module] = Counter()  # how often
         # Part of what is compiled for: hooks that are added after a compilation never fire.
         self.variant: object = None
@@ -74,7 +75,7 @@ class SharedCompilations:
 
     def install(self, modules: Iterable[nn.Module]) -> None:
         """Give the modules their compiled forwards, until they are uninstalled as often: threads may share a model."""
-        with self._lock:
+        with _one_thread:
             for module in modules:
                 if "forward" not in module.__dict__:  # else somebody gave it one already
                     module.forward = partial(self._forward, module)
@@ -83,7 +84,7 @@ class SharedCompilations:
 
     def uninstall(self, modules: Iterable[nn.Module]) -> None:
         """Take them away again."""
-        with self._lock:
+        with _one_thread:
             for module in modules:
                 if self.is_installed(module):
                     self._installed[module] -= 1
@@ -130,6 +131,10 @@ class SharedCompilations:
         return getattr(self._local, "saving", Saving(None, None))
 
     def _forward(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        with _one_thread:
+            return self._compiled_forward(module, args, kwargs)
+
+    def _compiled_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         saving, like = self._saving, (*self._like(module), self.variant)
         if saving.dear is None:
             return self._whole(module, like, saving.frame, args, kwargs)
