@@ -175,6 +175,32 @@ def test_no_impossible_contents_raise_what_is_not_ours(original, copied, caplog)
     assert steps.count(4) > 120
 
 
+OPTIMIZER = "dict optimizers dict optimizer dict"
+IMPOSSIBLE = [
+    ("manifest.json", "job optimizers optimizer 2", -1),
+    ("rank-00000.json", "dict start dict loaders dict unknown", ["x"]),
+    ("rank-00000.json", "dict windows dict optimizer dict buffers", [{"bytes": ""}]),
+    ("rank-00000.json", "dict buffers dict model dict 1.num_batches_tracked", -1),
+    ("shared.json", f"{OPTIMIZER} fleetx dict watch", None),
+    ("shared.json", f"{OPTIMIZER} fleetx dict watch dict total", None),
+    ("shared.json", f"{OPTIMIZER} fleetx dict names", None),
+    ("shared.json", f"{OPTIMIZER} param_groups 0 dict params", [[1]] * 6),
+]
+
+
+@pytest.mark.parametrize(("file", "path", "value"), IMPOSSIBLE)
+def test_a_value_that_no_save_writes_is_passed_over(copied, file, path, value):
+    def change(tree):
+        *parents, last = path.split()
+        for key in parents:
+            tree = tree[int(key) if key.isdigit() else key]
+        tree[last] = value
+
+    newest = copied / "save-000002-step-8"
+    rewrite(newest, file, change)
+    assert Parts(copied, seed=3).checkpoints.resume().step == 4
+
+
 def test_deep_json_under_valid_hashes_is_passed_over(copied):
     newest = copied / "save-000002-step-8"
     rewrite(newest, "shared.json", lambda tree: tree["dict"].update(optimizers="DEEP"))

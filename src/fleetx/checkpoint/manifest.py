@@ -163,10 +163,18 @@ def _from_json(body: dict[str, Any]) -> Manifest:
         step=int(body["step"]),
         epoch=None if body["epoch"] is None else int(body["epoch"]),
         workers=workers,
-        job=Job(job["name"], dict(job["optimizers"])),
+        job=Job(job["name"], {name: _optimizer(its) for name, its in job["optimizers"].items()}),
         files=files,
         written=dict(body["written"]),
     )
+
+
+def _optimizer(its: Any) -> list[Any]:
+    if not isinstance(its, list) or len(its) not in (2, 3):
+        raise ValueError("an optimizer of its job is none")
+    if len(its) == 3 and any(not isinstance(name, str | None) for names in its[2] for name in names):
+        raise ValueError("the names of an optimizer's parameters are none")
+    return its
 
 
 def _facts(facts: dict[str, Any]) -> FileFacts:

@@ -69,7 +69,9 @@ def require_own(run: Run, shared: Any, own: Any) -> None:
             _require_window(window, optimizer)
     if own["start"] is not None:
         start = _require_dict(own["start"], "held", "loaders", "buffers")
-        _require_positions(run, _require_dict(start["loaders"]))
+        for saved in _require_dict(start["loaders"]).values():
+            _require_dict(saved, "epoch", "batches")
+        _require_positions(run, start["loaders"])
         _require(all(isinstance(value, Tensor) for value in _require_dict(start["buffers"]).values()), "odd buffers")
         if run.start is not None:
             run.start.require_fitting(start["buffers"])
@@ -99,17 +101,19 @@ def _require_groups(saved: Tree, groups: list[Tree], is_torchs_own: bool) -> Non
     for there, here in zip(saved["param_groups"], groups, strict=True):
         _require_dict(there, "params", *(["lr"] if "lr" in here else []))
         _require(len(there["params"]) == len(here["params"]), "a parameter group of another size")
-        options = {key: value for key, value in there.items() if key in here and key != "params"}
+        _require_alike(there["params"], list(range(len(here["params"]))))
+        options = {key: value for key, value in there.items() if key in here and key != "params" and value is not None}
         _require_alike(options, {key: here[key] for key in options})
 
 
 def _require_ours(saved: Any, here: Tree) -> None:
     here = {part: value for part, value in here.items() if part != "window"}
     _require_dict(saved, *here)
-    for part in ("watch", "scaler"):
-        if here[part] is not None and saved[part] is not None:
-            _require_dict(saved[part], *here[part])
-    if here["masters"] is not None and saved["masters"] is not None:
+    optional = [part for part in ("masters", "scaler", "scheduler") if None in (saved[part], here[part])]
+    here = {part: value for part, value in here.items() if part not in optional}
+    for part in {"watch", "scaler"} & here.keys():
+        _require_dict(saved[part], *here[part])
+    if "masters" in here:
         _require(len(saved["masters"]) == len(here["masters"]), "another number of masters")
     _require_alike(saved, here)
 
@@ -122,8 +126,10 @@ def _require_window(window: Any, optimizer: DistributedOptimizer) -> None:
     )
     kind, unit = window["weighing"]
     _require(kind in ("mean", "items", "sum"), "odd weighing")
-    _require_alike([unit, window["weight"]], [1, 1])
-    _require(all(isinstance(loss, Tensor) for loss in window["losses"]), "odd losses")
+    for number in (unit, window["weight"]):
+        _require(number is None or isinstance(number, bool | int | float | Tensor), "odd weights")
+    for kind in ("losses", "buffers"):
+        _require(all(isinstance(one, Tensor) for one in window.get(kind, [])), f"odd {kind}")
     if window["held"]:
         parameters = optimizer.engine.updater.parameters()
         _require(len(window["grads"]) == len(parameters), "another number of gradients")
@@ -136,6 +142,7 @@ def _require_fitting(model: nn.Module, saved: Tree) -> None:
     here = model.state_dict()
     _require(here.keys() == saved.keys(), f"other tensors than the model has: {sorted(here.keys() ^ saved.keys())[:3]}")
     tensors = {name: value for name, value in here.items() if isinstance(value, Tensor)}
+    _require(all(isinstance(saved[name], Tensor) for name in tensors), "no tensor for a parameter or buffer")
     _require_alike({name: saved[name] for name in tensors}, tensors)
 
 
@@ -149,8 +156,8 @@ def _require_random(saved: Any) -> None:
 
 
 def _require_alike(saved: Any, here: Any) -> None:
-    """Raise unless it is of the kind of what is here; None fits to everything."""
-    if here is None or (saved is None and not isinstance(here, Tensor)):
+    """Raise unless it is of the kind of what is here; where that is None, anything may be saved."""
+    if here is None:
         return
     if isinstance(here, Mapping):
         _require_dict(saved)
