@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("version", help="the torch to try, such as 2.12.1")
     parser.add_argument("--folder", type=Path, help="keep the environment here, to use it again; default: a new one")
     parser.add_argument("tests", nargs="*", help="arguments for pytest; default: the fast tests")
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()
     with tempfile.TemporaryDirectory(prefix="fleetx-torch-") as temporary:
         environment = given.folder or Path(temporary) / "env"
         if not (environment / "ready").exists():
