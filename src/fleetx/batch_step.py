@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleetx import amp, slicing
+from fleetx.comm import beats, world
 from fleetx.fleet import checks, oom
 from fleetx.fleet.model import distributed_model, is_prepared
 from fleetx.fleet.optimizer import DistributedOptimizer, distributed_optimizer
@@ -35,6 +36,9 @@ class Step:
     `items(micro_batch)` tells how many items the loss averages over, where that is not the number of samples:
     a count, or for a dict of losses a dict of counts. Counts are summed over the whole window and all workers
     first, so that the update is the big batch's however tokens are spread.
+
+    A worker whose last batch of an epoch is empty takes part without calling its model; `items` is called with that
+    empty batch, for the names of the counts.
 
     >>> import torch
     >>> model = torch.nn.Linear(4, 2)
@@ -103,18 +107,19 @@ class Step:
         if self._planned is not None:
             return self._planned.run(batch)
         self._engine.stopwatch.start()
-        names, shares = self.merge(batch)
-        return self.close(names, shares)
+        return self.close(self.merge(batch))
 
-    def close(self, names: tuple[str, ...], shares: Shares) -> Outcome:
+    def close(self, shares: Shares) -> Outcome:
         """The update, after all micro-batches were merged."""
-        return self._engine.close(names, HostValue(shares.total(SAMPLES)))
+        return self._engine.close(HostValue(shares.total(SAMPLES)))
 
-    def merge(self, batch: Batch, *, reduce_later: bool = False) -> tuple[tuple[str, ...], Shares]:
-        """Merge all micro-batches of a batch: the names of the losses, and what each micro-batch counts.
+    def merge(self, batch: Batch, *, reduce_later: bool = False) -> Shares:
+        """Merge all micro-batches of a batch; gives what each of them counts.
 
         Gradients leave for the other workers during the last backward, or `reduce_later`, when the window closes.
         """
+        if world.size() > 1 and slicing.is_empty(batch):
+            return self._merge_nothing(batch)
         micro_batches = self._cut(batch)
         self._engine.window.discard()  # the last gradients need not live through the forward
         device = self._engine.updater.device
@@ -141,7 +146,24 @@ class Step:
             if self._engine.window.held:  # else the window has given up by itself
                 self._engine.window.fail(error)
             raise
-        return names, shares
+        return shares
+
+    def _merge_nothing(self, batch: Batch) -> Shares:
+        """A worker without samples, at the end of an epoch, only takes part in what the others send.
+
+        Its model is not called: few models and losses can do with no samples.
+        """
+        beats.beat()
+        if any(isinstance(module, nn.SyncBatchNorm) and module.training for module in self.model.modules()):
+            raise ValueError(
+                "this worker's batch is empty (first dimension 0), and the model has SyncBatchNorm layers, whose "
+                "statistics all workers exchange in each forward. Give each worker samples: ShardedBatches(..., "
+                "last='wrap') or last='drop' does."
+            )
+        self._engine.window.discard()
+        return Shares(
+            [dict.fromkeys([SAMPLES, *map(_items_of, self._items_in(batch))], 0)], self._engine.updater.device
+        )
 
     def _cut(self, batch: Batch) -> list[Batch]:
         self.require_enough(slicing.batch_size(batch))
@@ -159,11 +181,13 @@ class Step:
 
     def _count(self, micro: Batch) -> Counts:
         counts: dict[str, Number] = {SAMPLES: slicing.batch_size(micro)}
+        return counts | {_items_of(name): _as_count(name, value) for name, value in self._items_in(micro).items()}
+
+    def _items_in(self, micro: Batch) -> Mapping[str, Any]:
         if self._items is None:
-            return counts
+            return {}
         items = self._items(micro)
-        named = items if isinstance(items, Mapping) else {"loss": items}
-        return counts | {_items_of(name): _as_count(name, value) for name, value in named.items()}
+        return items if isinstance(items, Mapping) else {"loss": items}
 
     def _losses(self, micro: Batch) -> Losses:
         if self._compute is not None:

@@ -13,7 +13,7 @@ Batch = Any
 
 def batch_size(batch: Batch) -> int:
     """The common first dimension of all tensors in `batch`."""
-    sizes = {path: leaf.shape[0] for path, leaf in _leaves(batch, "batch") if _is_sliced(leaf)}
+    sizes = _sizes(batch)
     if not sizes:
         raise ValueError("a batch needs at least one tensor with a first dimension to cut along; this one has none.")
     if len(set(sizes.values())) > 1:
@@ -26,6 +26,11 @@ def batch_size(batch: Batch) -> int:
     if size == 0:
         raise ValueError("the batch is empty (first dimension 0). Leave it out, on all workers alike.")
     return size
+
+
+def is_empty(batch: Batch) -> bool:
+    """Whether it has the form of a batch, and no samples."""
+    return set(_sizes(batch).values()) == {0}
 
 
 def split(batch: Batch, parts: int) -> list[Batch]:
@@ -162,6 +167,10 @@ def _narrowing(start: int, length: int) -> Callable[[Tensor], Tensor]:
 
 def _is_sliced(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 0
+
+
+def _sizes(batch: Batch) -> dict[str, int]:
+    return {path: leaf.shape[0] for path, leaf in _leaves(batch, "batch") if _is_sliced(leaf)}
 
 
 def _leaves(batch: Batch, path: str) -> Iterator[tuple[str, Any]]:

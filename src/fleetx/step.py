@@ -86,7 +86,7 @@ class TrainingStep:
             weighed = Weighed(_weighted(loss, items, weighing), count)
             self.merge([weighed], weighing, count, ends, retain_graph)
         if ends:
-            return self.close(("loss",), observe=observe)
+            return self.close(observe=observe)
         scale = None if self.scaler is None else self.scaler.scale_tensor
         detached = loss.detach()
         return Outcome(detached, closed=False, losses={"loss": detached}, lr=self.updater.lr, _scale=scale)
@@ -125,22 +125,26 @@ class TrainingStep:
     @torch.no_grad()
     def close(
         self,
-        names: tuple[str, ...],
         samples: HostValue | None = None,
         observe: Callable[[Number], None] | None = None,
     ) -> Outcome:
-        """Turn the window into one update: average and reduce, unscale, check, clip, update, clear."""
+        """Turn the window into one update: average and reduce, unscale, check, clip, update, clear.
+
+        A worker that holds nothing takes part without adding anything.
+        """
         try:
             merged = self.window.merge()
         except BaseException as error:
             self.window.fail(error)
             raise
-        return self._update(merged, names, samples, observe)
+        if not self.window.held and not merged.holding:
+            self.window.clear()
+            raise ValueError("the batch is empty (first dimension 0), on all workers. Leave it out, on all alike.")
+        return self._update(merged, samples, observe)
 
     def _update(
         self,
         merged: Merged,
-        names: tuple[str, ...],
         samples: HostValue | None = None,
         observe: Callable[[Number], None] | None = None,
     ) -> Outcome:
@@ -149,8 +153,8 @@ class TrainingStep:
             share = merged.divisor
             if not isinstance(share, Tensor) and share == 0:
                 share = torch.zeros((), device=self.updater.device)
-            losses = [loss / share for loss in merged.losses[: len(names)]]
-            flags = merged.losses[len(names) :]
+            losses = [loss / share for loss in merged.losses[: len(merged.names)]]
+            flags = merged.losses[len(merged.names) :]
             scale = None if self.scaler is None else self.scaler.scale_tensor
             divisor = share if scale is None else scale.double() * share
             norm = gradients.global_norm(merged.grads, losses[0].device) / divisor
@@ -178,7 +182,7 @@ class TrainingStep:
             tell()
         return Outcome(
             loss=losses[0] if len(losses) == 1 else trained.sum(),
-            losses=dict(zip(names, losses, strict=True)),
+            losses=dict(zip(merged.names, losses, strict=True)),
             closed=True,
             grad_norm=norm,
             lr=lr,
@@ -206,7 +210,7 @@ class TrainingStep:
                 self.window.fail(error)
                 raise
             if merged.holding:
-                outcome = self._update(merged, ("loss",))
+                outcome = self._update(merged)
             self.window.clear()
             beats.beat()
             if merged.leaving == world.size():

@@ -6,16 +6,17 @@ twice, or not at all. Gradients are merged in the parameters' dtype, but never b
 over the workers once, during the backward that ends the window.
 """
 
+import json
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
 
-from fleetx.comm import stopping, world
+from fleetx.comm import sharing, stopping, world
 from fleetx.comm.agreement import require_agreement
 from fleetx.comm.reducer import Reducer, ReducerSettings, require_dense
 from fleetx.names import label
@@ -46,6 +47,8 @@ class Merged:
     grads: list[Tensor]
     divisor: Number
     losses: list[Tensor]
+    # What the losses are called; those of several are followed by whether each is trained.
+    names: tuple[str, ...] = ("loss",)
     # How many workers held micro-batches, and how many have come to the end of their data.
     holding: Number = 1
     leaving: Number = 0
@@ -137,19 +140,29 @@ class Window:
         if world.size() == 1:
             stopping.note_alone()
             grads = [require_dense(p, p.grad) for p in self._members if p.grad is not None]
-            return Merged(grads, self._divisor(self.weight), self.losses, int(self.held > 0), int(leaving))
-        if not self._has_left:
-            with self._reducing(leaving):
-                pass
-        assert self._reducer is not None
-        weight, holding, by_items, left, stop, changed, *losses = self._reducer.finish()
+            return Merged(grads, self._divisor(self.weight), self.losses, self._names, int(self.held > 0), int(leaving))
+        sums = self._summed(leaving)
+        if self.held == 0 and _others_changed(sums):
+            self._reducer = None
+            sums = self._summed(leaving)
+        weight, holding, by_items, left, stop, changed, *losses = sums
         stopping.note(stop)
         self._check_others(holding, by_items, changed)
         if self.held == 0 and by_items.item() > 0:
             self.weighing = Weighing("items")
         # Workers that have nothing left meet once more, to learn that all are done.
         self.reductions += 1 if self.held or holding.item() > 0 else 0
-        return Merged(self._reducer.payloads, self._divisor(weight), losses, holding, left)
+        assert self._reducer is not None
+        return Merged(self._reducer.payloads, self._divisor(weight), losses, self._reduced_names, holding, left)
+
+    def _summed(self, leaving: bool) -> list[Tensor]:
+        """What all workers gave beside their gradients, as sums."""
+        if not self._has_left:
+            with self._reducing(leaving):
+                pass
+        assert self._reducer is not None
+        self._has_left = False
+        return self._reducer.finish()
 
     def _check_others(self, holding: Tensor, by_items: Tensor, changed: Tensor) -> None:
         """All gave items= or none, and reduce the same; so as not to wait for a device, of the window before."""
@@ -286,14 +299,15 @@ class Window:
     @contextmanager
     def _reducing(self, leaving: bool = False) -> Generator[None]:
         """Gradients that arrive inside leave for the other workers at once."""
-        # A worker whose data ran out first joins the others with nothing to add.
-        losses = self.losses or [torch.zeros(())]
+        reducer = self._fitting_reducer()
+        # A worker without samples, or whose data ran out first, joins the others with nothing to add.
+        losses = self.losses or [torch.zeros(())] * (reducer.extras - len(_FACTS))
         # Counts of different workers have different units, so these are taken back before the sum.
         prescale = self.weighing.unit if self.weighing.kind == "items" else 1.0
         by_items = self.held > 0 and self.weighing.kind == "items"
         facts = (self.held > 0, by_items, leaving, stopping.is_wanted(), False)
         extras = [self.weight, *map(float, facts), *(loss * prescale for loss in losses)]
-        with self._fitting_reducer(len(extras)).overlapping(extras, prescale):
+        with reducer.overlapping(extras, prescale):
             yield
         self._has_left = True
 
@@ -307,29 +321,47 @@ class Window:
     def _trainable(self) -> list[Tensor]:
         return [parameter for parameter in self._parameters() if parameter.requires_grad]
 
-    def _fitting_reducer(self, extras: int) -> Reducer:
+    def _fitting_reducer(self) -> Reducer:
         """The reducer, made anew when parameters were frozen or freed, or other losses are reported."""
         reducer = self._reducer
-        if reducer is not None and self._fits(reducer, extras):
+        if reducer is not None and self._fits(reducer):
             return reducer
         if reducer is not None:
-            _require_one_mind(world.size(), 0, reducer.announce(_CHANGED), world.size())
+            sums = reducer.announce(_FACTS.index("changed"))
+            if not _others_changed(sums):
+                _refuse_two_minds(sums[_FACTS.index("changed")].item())
+        device = self._members[0].device
+        names, count = self._names_held(device)
         shapes = [f"{label(p)} {tuple(p.shape)} {p.dtype}" for p in self._members]
-        terms = [*self._terms(), f"{self._settings}", f"losses {', '.join(self._names)}", f"numbers {extras}"]
+        terms = [*self._terms(), f"{self._settings}", f"losses {', '.join(names)}", f"numbers {count}"]
         self._is_new = True
-        require_agreement([*terms, *shapes], self._members[0].device, "what a window reduces")
-        self._reducer = Reducer(self._members, extras, self._settings)
-        self._reduced_names = self._names
+        require_agreement([*terms, *shapes], device, "what a window reduces")
+        self._reducer = Reducer(self._members, len(_FACTS) + count, self._settings)
+        self._reduced_names = names
         return self._reducer
 
-    def _fits(self, reducer: Reducer, extras: int) -> bool:
-        # A worker that holds nothing takes any names.
-        names_fit = self._names == self._reduced_names or not self.held
-        return names_fit and reducer.extras == extras and _same(reducer.parameters, self._members)
+    def _fits(self, reducer: Reducer) -> bool:
+        # A worker that holds nothing takes any losses.
+        losses_fit = (self._names, len(self.losses)) == (self._reduced_names, reducer.extras - len(_FACTS))
+        return (losses_fit or not self.held) and _same(reducer.parameters, self._members)
+
+    def _names_held(self, device: torch.device) -> tuple[tuple[str, ...], int]:
+        """What the losses are called, and how many numbers they are; who holds none hears it from one who does."""
+        own = (self._names, len(self.losses) if self.held else 1)
+        speaker = sharing.least(world.rank() if self.held else world.size(), device)
+        if speaker == world.size():
+            return own
+        names, count = json.loads(sharing.from_worker(speaker, json.dumps(own), device))
+        return own if self.held else (tuple(names), count)
 
 
-_CHANGED = 5
-"""The place of a fact among the extras: the worker would have reduced something else."""
+_FACTS = ("weight", "holding", "by items", "leaving", "stop", "changed")
+"""What each worker says beside its losses; "changed": it would have reduced something else."""
+
+
+def _others_changed(sums: list[Tensor]) -> bool:
+    """Whether all workers that hold something have announced that they reduce something else from now on."""
+    return sums[_FACTS.index("changed")].item() > 0 and sums[_FACTS.index("holding")].item() == 0
 
 
 def _mark(parameter: Tensor) -> tuple[int, int]:
@@ -338,18 +370,21 @@ def _mark(parameter: Tensor) -> tuple[int, int]:
     return (0, 0) if grad is None else (id(grad), grad._version)
 
 
-def _require_one_mind(holding: float, by_items: float, changed: float, expected: float = 0) -> None:
-    if changed != expected:
-        raise ValueError(
-            f"{changed:.0f} of {world.size()} workers added, froze or freed parameters, or report other losses, and "
-            "the others did not: the workers differ in what a window reduces. Do so on all workers, before the same "
-            "window."
-        )
+def _require_one_mind(holding: float, by_items: float, changed: float) -> None:
+    if changed:
+        _refuse_two_minds(changed)
     if by_items not in (0, holding):
         raise ValueError(
             f"{by_items:.0f} of {holding:.0f} workers gave items= to minimize, and the others did not: the workers "
             "differ in what a window reduces. Give it on all workers or on none."
         )
+
+
+def _refuse_two_minds(changed: float) -> NoReturn:
+    raise ValueError(
+        f"{changed:.0f} of {world.size()} workers added, froze or freed parameters, or report other losses, and the "
+        "others did not: the workers differ in what a window reduces. Do so on all workers, before the same window."
+    )
 
 
 def _is_at_hand(tensor: Tensor) -> bool:

@@ -10,28 +10,104 @@ import fleetx as X
 from fleetx import fleet
 from fleetx.data import Loader, ShardedBatches
 
+WAYS = ("minimize", "step", "items", "two losses", "merged", "compressed", "resumed", "first", "renamed")
 
-def train(entry_point):
+
+class Rows(torch.nn.Module):
+    """Like most models, cannot do with no samples."""
+
+    def forward(self, rows):
+        assert len(rows)
+        return rows
+
+
+def build(way):
+    torch.manual_seed(0)
+    first = torch.nn.Identity() if way == "minimize" else Rows()
+    net = torch.nn.Sequential(first, torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2)).double()
+    strategy = fleet.DistributedStrategy()
+    if way == "merged":
+        strategy.gradient_merge = True
+        strategy.gradient_merge_configs = {"k_steps": 2}
+    if way == "compressed":
+        strategy.bf16_allreduce = True
+    net = fleet.distributed_model(net, strategy)
+    return net, fleet.distributed_optimizer(torch.optim.Adam(net.parameters(), lr=0.05), strategy)
+
+
+def stepping(way, net, optimizer):
+    """A step for each batch; in the last batch of a "renamed" run all workers report other losses."""
+    if way == "items":
+        weight = torch.tensor([0.5, 3.0], dtype=torch.float64)
+        loss_fn = torch.nn.CrossEntropyLoss(weight)
+        return X.Step(net, optimizer, loss_fn, items=lambda batch: weight[batch[1]].sum())
+    if way not in ("two losses", "renamed"):
+        return X.Step(net, optimizer, functional.cross_entropy)
+
+    def losses(model, batch, first="first"):
+        outputs = model(batch[0])
+        lengths = batch[0].abs().sum(1)
+        second = (outputs.square().sum(1) * lengths).sum() / lengths.sum()
+        return {first: functional.cross_entropy(outputs, batch[1]), "second": second}
+
+    def counts(batch):
+        return {"first": len(batch[0]), "other": len(batch[0]), "second": batch[0].abs().sum()}
+
+    step = X.Step(net, optimizer, compute=losses, items=counts)
+    last = X.Step(net, optimizer, compute=lambda *given: losses(*given, "other"), items=counts)
+    return lambda batch: (last if way == "renamed" and len(batch[0]) < 2 else step)(batch)
+
+
+def train(way):
     generator = torch.Generator().manual_seed(3)
     samples = [(torch.randn(4, generator=generator, dtype=torch.float64), number % 2) for number in range(9)]
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2)).double()
-    net = fleet.distributed_model(net)
-    optimizer = fleet.distributed_optimizer(torch.optim.Adam(net.parameters(), lr=0.05))
-    step = X.Step(net, optimizer, functional.cross_entropy)
-    loader = Loader(samples, ShardedBatches(9, 4, seed=1))
-    for _ in range(2):
-        for inputs, labels in loader:
-            if entry_point == "step":
-                out = step((inputs, labels))
-            else:
+    net, optimizer = build(way)
+    step = stepping(way, net, optimizer)
+    # In a run of 1 sample the first batch of all is one that worker 1 has no part of.
+    size = 1 if way == "first" else 9
+    loader = Loader(samples[:size], ShardedBatches(size, 4, seed=1))
+    outs = []
+    for epoch in range(2):
+        for number, (inputs, labels) in enumerate(loader):
+            if way == "resumed" and epoch and number == 2:
+                saved = [net.state_dict(), optimizer.state_dict()]
+                net, optimizer = build(way)
+                net.load_state_dict(saved[0])
+                optimizer.load_state_dict(saved[1])
+                step = stepping(way, net, optimizer)
+            if way == "minimize":
                 out = optimizer.minimize(functional.cross_entropy(net(inputs), labels), items=len(labels))
+            else:
+                out = step((inputs, labels))
             assert out.updated
+            assert way == "minimize" or out.samples == (1 if size == 1 or number == 2 else 4)
+            outs.append({name: loss.item() for name, loss in out.losses.items()})
         optimizer.flush()
-    return net.state_dict()
+    return net.state_dict(), outs
+
+
+def refused():
+    """An empty batch on all workers is none; the next batch trains."""
+    net, optimizer = build("step")
+    step = X.Step(net, optimizer, functional.cross_entropy)
+    batch = torch.ones(3, 4, dtype=torch.float64), torch.tensor([0, 1, 1])
+    assert step(batch)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    try:
+        step((batch[0][:0], batch[1][:0]))
+    except ValueError as error:
+        assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+        assert step(batch)
+        return str(error)
+    return None
+
+
+def main():
+    fleet.init()
+    found = {way: train(way) for way in WAYS}
+    found["refused"] = refused()
+    torch.save(found, Path(sys.argv[1]) / f"{fleet.worker_index()}.pt")
 
 
 if __name__ == "__main__":
-    fleet.init()
-    trained = train(sys.argv[1])
-    torch.save(trained, Path(sys.argv[2]) / f"{fleet.worker_index()}.pt")
+    main()

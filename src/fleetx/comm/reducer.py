@@ -96,8 +96,8 @@ class Reducer:
         self._hand_out()
         return list(self._tail[: self.extras].unbind())
 
-    def announce(self, place: int) -> float:
-        """Take part in a window with nothing but a 1 as its extra at `place`; gives the sum of these.
+    def announce(self, place: int) -> list[Tensor]:
+        """Take part in a window with nothing but a 1 as its extra at `place`; gives the sums of all extras.
 
         For a worker whose gradients do not fit any more, while others may reduce theirs: it sends as many messages.
         What it merged so far lies in the buckets, and stays.
@@ -107,7 +107,7 @@ class Reducer:
             if bucket is self._buckets[-1]:
                 message[bucket.payload.numel() + place] = 1
             dist.all_reduce(message)
-        return message[self._buckets[-1].payload.numel() + place].item()
+        return list(message[self._buckets[-1].payload.numel() :][: self.extras].unbind())
 
     def adopt(self) -> None:
         """Move gradients into the buckets between micro-batches, so that only one copy of them is held."""

@@ -26,15 +26,20 @@ def least(number: int, device: torch.device) -> int:
 
 def from_first(text: str, device: torch.device) -> str:
     """What the first worker says; what the others say is not heard."""
+    return from_worker(0, text, device)
+
+
+def from_worker(rank: int, text: str, device: torch.device) -> str:
+    """What one worker says; what the others say is not heard."""
     if world.size() == 1:
         return text
     said = text.encode()
     length = torch.tensor([len(said)], device=device)
-    dist.broadcast(length, src=0)
+    dist.broadcast(length, src=rank)
     letters = torch.zeros(int(length.item()), dtype=torch.uint8, device=device)
-    if world.rank() == 0:
+    if world.rank() == rank:
         letters.copy_(torch.frombuffer(bytearray(said), dtype=torch.uint8))
-    dist.broadcast(letters, src=0)
+    dist.broadcast(letters, src=rank)
     return bytes(letters.tolist()).decode()
 
 

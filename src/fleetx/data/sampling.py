@@ -94,8 +94,8 @@ class ShardedBatches:
             tell_once(
                 "sharding-empty",
                 f"the last batch of an epoch has {self._sizes[-1]} samples for {self.workers} workers: those without "
-                "any get an empty batch, whose mean loss is NaN. Weigh by samples (items= of minimize), or use "
-                "last='wrap' or 'drop'.",
+                "any get an empty batch. Step takes part with it; for minimize, whose mean loss is NaN there, weigh by "
+                "samples (items=), or use last='wrap' or 'drop'.",
             )
 
     def __len__(self) -> int:

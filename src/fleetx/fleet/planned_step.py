@@ -12,7 +12,7 @@ from fleetx.outcome import Outcome
 from fleetx.planner.feeding import Feeding
 from fleetx.planner.untouched import Before
 from fleetx.shares import Shares
-from fleetx.slicing import Batch, batch_size
+from fleetx.slicing import Batch, batch_size, is_empty
 
 if TYPE_CHECKING:
     from fleetx.batch_step import Step
@@ -40,10 +40,14 @@ class PlannedStep:
         self.engine.stopwatch.start()
         with self.planning.watched():
             retries = self.planning.strategy.recompute_configs.oom_retry
-            names, shares = self._merge_with_retries(batch) if retries else self.step.merge(batch)
-            return self.step.close(names, shares)
+            return self.step.close(self._merge_with_retries(batch) if retries else self.step.merge(batch))
 
     def _begin(self, batch: Batch) -> None:
+        if is_empty(batch) and world.size() > 1:
+            raise ValueError(
+                "this worker's batch is empty (first dimension 0), and the planner measures with the first one: give "
+                "each worker samples in the first batch, also of a run that was resumed."
+            )
         size, wanted = batch_size(batch), self.planning.strategy.recompute_configs.global_batch
         if wanted is not None and abs(size * world.size() - wanted) >= world.size():
             where = f" on each of {world.size()} workers" if world.size() > 1 else ""
@@ -59,7 +63,9 @@ class PlannedStep:
 
     def _tell_of_more_than_planned(self, batch: Batch) -> None:
         """Larger batches and longer inputs take more memory than the plan says; the last batch of an epoch does not."""
-        plan, size = self.planning.plan, batch_size(batch)
+        plan, size = self.planning.plan, 0 if is_empty(batch) else batch_size(batch)
+        if not size:
+            return
         length = _numbers_of_samples(batch, size) / size
         self._length = self._length or length
         if length > _LONGER * self._length:
@@ -75,7 +81,7 @@ class PlannedStep:
                 "planned. Give the largest batch first, or batches of one size.",
             )
 
-    def _merge_with_retries(self, batch: Batch) -> tuple[tuple[str, ...], Shares]:
+    def _merge_with_retries(self, batch: Batch) -> Shares:
         """Merge the batch; if memory runs out on any worker, all begin again with a smaller plan.
 
         Nothing has left for the other workers by then, and buffers and random numbers are as before, so that the update
