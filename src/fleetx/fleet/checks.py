@@ -1,17 +1,16 @@
 """What a distributed optimizer refuses, and how it says so: rule, value, remedy."""
 
-import gc
 from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
 
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from fleetx import names
 from fleetx.fleet.model import strategy_of
+from fleetx.fleet.wrappers import require_whole
 from fleetx.numbers import Number
 from fleetx.strategy import DistributedStrategy
 
@@ -31,6 +30,7 @@ def require_prepared(optimizer: Optimizer, strategy: DistributedStrategy) -> Non
 
 def require_prepared_parameters(parameters: list[Tensor], strategy: DistributedStrategy) -> None:
     """The same of a list of parameters."""
+    require_whole(parameters)
     strangers = [index for index, parameter in enumerate(parameters) if strategy_of(parameter) is None]
     if strangers:
         raise ValueError(
@@ -106,14 +106,3 @@ def as_count(items: Any, what: str = "items") -> Number:
     if isinstance(items, bool) or not isinstance(items, Real) or not float(items) >= 0:
         raise ValueError(f"{what} must be a number of at least 0, not {items!r}.")
     return int(items) if isinstance(items, Integral) else float(items)
-
-
-def require_alone(parameters: list[Tensor]) -> None:
-    """Nobody else may average the same gradients: the result would be divided by the number of workers twice."""
-    ours = {id(parameter) for parameter in parameters}
-    for wrapper in gc.get_objects():
-        if issubclass(type(wrapper), DistributedDataParallel) and any(id(p) in ours for p in wrapper.parameters()):
-            raise ValueError(
-                "the model is also wrapped in DistributedDataParallel, which would average its gradients a second "
-                "time. Leave that wrapper out: fleet.distributed_model and fleet.distributed_optimizer take its place."
-            )

@@ -4,7 +4,6 @@ import weakref
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fleetx import names
@@ -12,6 +11,7 @@ from fleetx.amp import apply_precision, low_dtype
 from fleetx.comm import beats, world
 from fleetx.comm.broadcast import broadcast_module
 from fleetx.fleet.activations import prepare_activations
+from fleetx.fleet.wrappers import require_unwrapped
 from fleetx.notices import tell_once
 from fleetx.strategy import LOSS_SCALE, DistributedStrategy
 
@@ -32,11 +32,7 @@ def distributed_model(model: nn.Module, strategy: DistributedStrategy | None = N
         raise ValueError(
             "this model went through distributed_model before: once is enough, and twice would cast twice."
         )
-    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
-        raise ValueError(
-            "the model is wrapped in DistributedDataParallel, which would average its gradients a second time. "
-            "Leave that wrapper out and give the model itself."
-        )
+    require_unwrapped(model)
     strategy = runnable(strategy)
     require_joined()
     beats.expect(True)  # who has a model is going to train

@@ -19,6 +19,7 @@ from fleetx.comm.guard import ParameterGuard
 from fleetx.comm.reducer import ReducerSettings
 from fleetx.fleet import checks, oom
 from fleetx.fleet.model import models_of, require_joined, runnable
+from fleetx.fleet.wrappers import require_alone
 from fleetx.nonfinite import NonFiniteWatch
 from fleetx.notices import tell_once
 from fleetx.numbers import LOW_PRECISION, Number
@@ -195,7 +196,7 @@ class DistributedOptimizer(Optimizer):
     def require_alone(self) -> None:
         """Refuse, once, a model that another wrapper reduces as well."""
         if not self._checked_alone and world.size() > 1:
-            checks.require_alone(self.engine.updater.parameters())
+            require_alone(self.engine.updater.parameters())
         self._checked_alone = True
 
     @property
