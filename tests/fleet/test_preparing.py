@@ -128,6 +128,12 @@ def test_misuse_is_explained():
         fleet.distributed_optimizer(distributed)
 
 
+def test_a_learning_rate_of_whole_numbers_is_refused():
+    net = prepared()
+    with pytest.raises(TypeError, match=r"lr must be .* tensor\(1\), in which schedulers would write 0.*give a float"):
+        fleet.distributed_optimizer(sgd(net, lr=torch.tensor(1)))
+
+
 def test_parameters_of_a_loss_must_be_prepared_too():
     net, loss = prepared(), nn.Linear(2, 2)
     both = torch.optim.SGD([*net.parameters(), *loss.parameters()], lr=0.1)

@@ -152,6 +152,27 @@ def test_the_learning_rate_may_be_given_by_groups_alone(kind):
             Lars([{"params": [one], "lr": 0.1}, {"params": [other]}])
 
 
+@pytest.mark.parametrize(
+    ("lr", "said"),
+    [
+        (torch.tensor(1), r"a number with a fraction, got a tensor of torch.int64, tensor\(1\).*give a float"),
+        (torch.tensor([True]), r"a number with a fraction, got a tensor of torch.bool"),
+        (torch.tensor(0.1 + 0j), r"a number with a fraction, got a tensor of torch.complex64"),
+        (torch.tensor(0.1, requires_grad=True), r"lr must be a tensor without requires_grad, .*Give lr.detach\(\)"),
+        (nn.Parameter(torch.tensor(0.1)), r"lr must be a tensor without requires_grad"),
+    ],
+)
+@pytest.mark.parametrize("kind", [Lars, Lamb, lambda params, lr: Muon(params, lr=lr, exclude_from_muon=[])])
+def test_a_learning_rate_that_no_schedule_could_write_is_refused(kind, lr, said):
+    with pytest.raises((TypeError, ValueError), match=said):
+        kind(network().parameters(), lr=lr)
+    optimizer = kind(network().parameters(), lr=torch.tensor(0.5))
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["lr"] = lr
+    with pytest.raises((TypeError, ValueError), match=said):
+        optimizer.load_state_dict(saved)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_to_maximize_is_to_minimize_the_negative(kind):
     def trained(make, sign, **more):

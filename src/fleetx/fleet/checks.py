@@ -12,6 +12,7 @@ from fleetx import names
 from fleetx.fleet.model import strategy_of
 from fleetx.fleet.wrappers import require_whole
 from fleetx.numbers import Number
+from fleetx.optim.checks import check_lr_tensor
 from fleetx.strategy import DistributedStrategy
 
 
@@ -21,6 +22,9 @@ def require_steppable(optimizer: Any) -> None:
         raise TypeError(f"distributed_optimizer takes a torch optimizer, not a {type(optimizer).__name__}.")
     if isinstance(optimizer, LBFGS):
         raise TypeError("LBFGS evaluates the loss several times per step, which a window cannot do. Use SGD or Adam.")
+    for group in optimizer.param_groups:
+        if isinstance(group.get("lr"), Tensor):
+            check_lr_tensor(group["lr"])
 
 
 def require_prepared(optimizer: Optimizer, strategy: DistributedStrategy) -> None:

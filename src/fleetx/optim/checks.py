@@ -58,11 +58,26 @@ def check_lr(value: Any, *, rounding: float = 0.0) -> None:
                 f"lr must be one number, got a tensor of shape {tuple(value.shape)}: "
                 "give torch.tensor(0.1), and several rates as several parameter groups."
             )
+        check_lr_tensor(value)
+        if value.requires_grad:
+            raise ValueError(
+                f"lr must be a tensor without requires_grad, got {value!r}: no gradient would ever reach it. Give "
+                "lr.detach()."
+            )
         if value.device.type != "cpu":
             return
         value = value.item()
     if not (isinstance(value, float) and -rounding <= value < 0):
         check_number("lr", value, usual="give a number, or a tensor of one element, to the optimizer or to each group")
+
+
+def check_lr_tensor(value: Tensor) -> None:
+    """Refuse whole numbers: schedulers write into a tensor, which would keep 0 of any rate below 1."""
+    if not value.dtype.is_floating_point:
+        raise TypeError(
+            f"lr must be a number with a fraction, got a tensor of {value.dtype}, {value!r}, in which schedulers "
+            "would write 0 for any rate below 1: give a float, or torch.tensor(0.1)."
+        )
 
 
 def check_switch(name: str, value: Any) -> None:
