@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from fleetx.checkpoint.trees import TensorSet, TensorSource, decode, encode
 
@@ -108,7 +109,21 @@ def test_the_bits_of_a_nan_survive():
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 def test_complex_tensors_come_back(dtype):
     value = torch.tensor([1 + 2j, 3 - 4j], dtype=dtype)
-    assert_same(there_and_back(value.conj()), value.conj().resolve_conj())
+    back = there_and_back([value, value.conj(), value.conj().imag, torch._neg_view(value)])
+    for found, there in zip(back, [value, value.conj(), value.conj().imag, torch._neg_view(value)], strict=True):
+        assert (found.is_conj(), found.is_neg()) == (there.is_conj(), there.is_neg())
+        assert_same(found.resolve_conj().resolve_neg(), there.resolve_conj().resolve_neg())
+
+
+def test_parameters_and_leaves_come_back_as_such():
+    weight, frozen = nn.Parameter(torch.randn(2, 3)), nn.Parameter(torch.arange(3), requires_grad=False)
+    leaf = torch.randn(3, requires_grad=True)
+    saved = {"weight": weight, "its numbers": weight.detach(), "frozen": frozen, "leaf": leaf, "loss": leaf.sum()}
+    back = there_and_back(saved)
+    assert {name: type(value) for name, value in back.items()} == {name: type(value) for name, value in saved.items()}
+    assert [value.requires_grad for value in back.values()] == [True, False, False, True, False]
+    assert all(torch.equal(back[name], value) for name, value in saved.items())
+    assert back["weight"].data_ptr() == back["its numbers"].data_ptr()
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16", "int32", "uint32", "uint64", "bool", "complex128"])

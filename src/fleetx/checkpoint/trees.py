@@ -28,10 +28,22 @@ class TensorSet:
         self._names: dict[tuple[Any, ...], str] = {}
 
     def add(self, tensor: Tensor, path: Path) -> dict[str, Any]:
-        """Keep a tensor under the name of its path; gives the reference to it."""
+        """Keep a tensor under the name of its path; gives the reference to it.
+
+        Of a tensor with a past, a loss say, the values are kept; whether a leaf requires a gradient is kept too.
+        """
         _require_plain(tensor, path)
-        tensor = tensor.detach().resolve_conj().resolve_neg()
         reference: dict[str, Any] = {"in": self.group}
+        if type(tensor) is nn.Parameter:
+            reference["parameter"] = True
+        if tensor.requires_grad and tensor.is_leaf:
+            reference["requires_grad"] = True
+        tensor = tensor.detach()
+        # Both are said of the view alone; the numbers lie in memory as the file has them.
+        if tensor.is_conj():
+            tensor, reference["conj"] = tensor.conj(), True
+        if tensor.is_neg():
+            tensor, reference["neg"] = torch._neg_view(tensor), True
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor)
             reference["complex"] = True
@@ -59,17 +71,35 @@ class TensorSource:
     def __init__(self, groups: Mapping[str, Mapping[str, Tensor]]) -> None:
         self._groups = groups
         self._given: dict[tuple[Any, ...], Tensor] = {}
+        self._ordered: dict[tuple[Any, ...], Tensor] = {}
 
     def get(self, reference: Mapping[str, Any]) -> Tensor:
         """The tensor of a reference that `TensorSet.add` gave."""
-        stride = reference.get("stride")
-        key = (reference["in"], reference["name"], tuple(stride or ()), reference.get("complex", False))
+        forms = tuple(bool(reference.get(form)) for form in ("parameter", "requires_grad", "conj", "neg"))
+        key = (self._memory_key(reference), *forms)
         if key not in self._given:
-            tensor = self._groups[reference["in"]][reference["name"]]
-            if stride is not None:
-                tensor = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype).copy_(tensor)
-            self._given[key] = torch.view_as_complex(tensor) if reference.get("complex") else tensor
+            is_parameter, requires_grad, is_conj, is_neg = forms
+            tensor = self._in_memory(reference).detach()
+            tensor = torch._neg_view(tensor) if is_neg else tensor
+            tensor = tensor.conj() if is_conj else tensor
+            made = nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
+            self._given[key] = made
         return self._given[key]
+
+    def _in_memory(self, reference: Mapping[str, Any]) -> Tensor:
+        """The numbers of a reference in their order; all that are said to be the same tensor share them."""
+        key = self._memory_key(reference)
+        if key not in self._ordered:
+            tensor = self._groups[reference["in"]][reference["name"]]
+            if (stride := reference.get("stride")) is not None:
+                tensor = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype).copy_(tensor)
+            self._ordered[key] = torch.view_as_complex(tensor) if reference.get("complex") else tensor
+        return self._ordered[key]
+
+    @staticmethod
+    def _memory_key(reference: Mapping[str, Any]) -> tuple[Any, ...]:
+        stride = reference.get("stride") or ()
+        return reference["in"], reference["name"], tuple(stride), reference.get("complex", False)
 
 
 def encode(value: Any, tensors: TensorSet, path: Path = ()) -> Any:
