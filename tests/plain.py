@@ -299,3 +299,30 @@ def train_weighed(workers, names=("common", "rare")):
         sum(losses[name] for name in names).backward()
         optimizer.step()
     return model.state_dict()
+
+
+# Complex weights beside real ones -------------------------------------------------------------------------------------
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 3, dtype=torch.complex128))
+        self.bias = nn.Parameter(torch.randn(3, dtype=torch.float64))
+        self.phase = nn.Buffer(torch.randn((), dtype=torch.complex128))
+
+    def forward(self, x):
+        return (x.to(self.weight.dtype) @ self.weight * self.phase).abs() + self.bias
+
+
+def make_complex(seed=5):
+    torch.manual_seed(seed)
+    return Complex()
+
+
+def train_complex(case, workers):
+    """Clipping sees the length of pairs of real numbers."""
+    return train(case, workers, net=make_complex())
+
+
+COMPLEX = Case("adam", ragged=True, clip_norm=0.05)

@@ -68,6 +68,19 @@ def test_compression_rounds_gradients_but_not_the_counts(group, wire):
     assert parameter.grad.tolist() == [torch.tensor(1.001, dtype=wire).item()] * 3
 
 
+@pytest.mark.parametrize("wire", [None, torch.bfloat16])
+def test_complex_gradients_travel_as_pairs_of_real_numbers(group, wire):
+    weight = nn.Parameter(torch.tensor([[1 + 2j, 3 - 1j, 2j], [4, 5j, 6]], dtype=torch.complex64).t())
+    real = nn.Parameter(torch.ones(3))
+    loss = (weight.abs().square().sum() + real.sum()) / 2
+    (expected,) = torch.autograd.grad(loss, [weight], retain_graph=True)
+    reducer, extras = reduce([real, weight], loss, ReducerSettings(wire_dtype=wire))
+    assert torch.equal(weight.grad, expected)
+    assert weight.grad.stride() == weight.stride()
+    assert [extra.tolist() for extra in extras] == [1.0, 2.0]
+    assert not any(payload.is_complex() for payload in reducer.payloads)
+
+
 def test_a_parameter_without_gradient_stays_without(group):
     used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     reduce([used, unused], used.sum())

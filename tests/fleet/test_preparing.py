@@ -128,6 +128,16 @@ def test_misuse_is_explained():
         fleet.distributed_optimizer(distributed)
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_halves_of_complex_numbers_are_refused():
+    net = nn.Linear(2, 2)
+    net.phase = nn.Parameter(torch.ones(2, dtype=torch.complex32))
+    with pytest.raises(TypeError, match=r"the parameter 'phase' is torch.complex32.*Make it torch.complex64"):
+        prepared(net=net)
+    net.phase.requires_grad_(False)
+    prepared(net=net)
+
+
 def test_a_learning_rate_of_whole_numbers_is_refused():
     net = prepared()
     with pytest.raises(TypeError, match=r"lr must be .* tensor\(1\), in which schedulers would write 0.*give a float"):

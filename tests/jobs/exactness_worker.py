@@ -44,8 +44,8 @@ def prepare(case, net=None):
     return net, fleet.distributed_optimizer(wrapped_optimizer(case, net), strategy, clip_norm=case.clip_norm)
 
 
-def by_step(case):
-    net, optimizer = prepare(case)
+def by_step(case, net=None):
+    net, optimizer = prepare(case, net)
     step = X.Step(net, optimizer, torch.nn.functional.cross_entropy)
     outs = [step(my_part(batch)) for batch in plain.batches(case, fleet.worker_num())]
     assert all(out.updated and not out.skipped for out in outs)
@@ -240,6 +240,8 @@ def main():
         for door, run in (("step", by_step), ("minimize", by_minimize)):
             net, losses = run(case)
             results["cases"][f"{case.name}-{door}"] = (state(net), losses)
+    net, losses = by_step(plain.COMPLEX, plain.make_complex(seed=5 + fleet.worker_index()))
+    results["complex"] = (state(net), losses)
     net, reported = two_losses()
     results["two losses"] = (state(net), reported)
     results["weighed"] = weighed()

@@ -71,6 +71,15 @@ def test_two_losses_with_counts_of_their_own_equal_the_big_batch(job):
             assert ours == pytest.approx(expected, rel=TOLERANCE)
 
 
+def test_complex_weights_equal_the_big_batch(job):
+    reference, losses = plain.train_complex(plain.COMPLEX, workers=len(job))
+    for results in job:
+        state, reported = results["complex"]
+        assert_close(state, reference)
+        assert reported == pytest.approx(losses, rel=TOLERANCE)
+        assert all(isinstance(loss, float) for loss in reported)
+
+
 def test_weights_of_samples_are_items_like_any_others(job):
     """Fewer than one in a window, none in a micro-batch, none for a task in a window."""
     both = plain.train_weighed(len(job))

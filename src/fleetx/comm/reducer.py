@@ -143,11 +143,14 @@ class Reducer:
         return buckets
 
     def _bucket(self, indices: list[int], device: torch.device, dtype: torch.dtype, tail: int) -> _Bucket:
-        numels = [self.parameters[index].numel() for index in indices]
-        buffer = torch.zeros(sum(numels) + tail, device=device, dtype=dtype)
+        # Complex numbers travel as pairs of real ones: what is compressed, counted or measured is real.
+        reals = 2 if dtype.is_complex else 1
+        numels = [reals * self.parameters[index].numel() for index in indices]
+        buffer = torch.zeros(sum(numels) + tail, device=device, dtype=dtype.to_real())
         bucket = _Bucket(indices, buffer, buffer[: sum(numels)])
         for index, piece in zip(indices, bucket.payload.split(numels), strict=True):
-            self._views[index] = _shaped_like(piece, self.parameters[index])
+            numbers = torch.view_as_complex(piece.view(-1, 2)) if dtype.is_complex else piece
+            self._views[index] = _shaped_like(numbers, self.parameters[index])
         if self.settings.wire_dtype is not None and indices:
             bucket.wire = torch.empty_like(buffer, dtype=self.settings.wire_dtype)
         return bucket

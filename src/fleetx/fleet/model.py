@@ -33,6 +33,7 @@ def distributed_model(model: nn.Module, strategy: DistributedStrategy | None = N
             "this model went through distributed_model before: once is enough, and twice would cast twice."
         )
     require_unwrapped(model)
+    _require_wide_enough(model)
     strategy = runnable(strategy)
     require_joined()
     beats.expect(True)  # who has a model is going to train
@@ -79,6 +80,15 @@ def runnable(strategy: DistributedStrategy | None) -> DistributedStrategy:
     if strategy.find_unused_parameters:
         tell_once("unused", "find_unused_parameters is always on here: unused parameters are found and left alone.")
     return strategy
+
+
+def _require_wide_enough(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.dtype is torch.complex32 and parameter.requires_grad:
+            raise TypeError(
+                f"the parameter {name!r} is torch.complex32, whose gradients could only be summed in half precision. "
+                "Make it torch.complex64."
+            )
 
 
 def require_joined() -> None:
