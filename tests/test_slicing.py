@@ -196,3 +196,38 @@ def test_packed_sequences_lie_by_time_and_are_refused(lengths):
     packed = torch.nn.utils.rnn.pack_padded_sequence(torch.zeros(5, len(lengths), 2), lengths)
     with pytest.raises(TypeError, match=r"batch\[0\] is a PackedSequence.*give padded sequences"):
         slicing.split((packed, torch.zeros(len(lengths))), 2)
+
+
+def test_sparse_tensors_with_coordinates_are_cut_as_dense_ones_are():
+    rows = torch.tensor([[0.0, 1, 0], [2, 0, 3], [0, 0, 0], [0, 4, 0], [5, 0, 6]]).to_sparse()
+    indices, values = rows.indices().repeat(1, 2), rows.values().repeat(2)
+    doubled = torch.sparse_coo_tensor(indices, values, rows.shape, check_invariants=True)
+    pieces = slicing.split({"rows": doubled, "labels": torch.arange(5)}, 2)
+    assert [piece["rows"].layout for piece in pieces] == [torch.sparse_coo] * 2
+    assert torch.equal(torch.cat([piece["rows"].to_dense() for piece in pieces]), 2 * rows.to_dense())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS", "ignore:The PyTorch API of nested")
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda rows: rows.to_sparse_csr(), r"torch.sparse_csr tensor.*give a dense one \(to_dense\(\)\)"),
+        (lambda rows: rows.to_sparse_csc(), r"torch.sparse_csc tensor"),
+        (lambda rows: torch.nested.nested_tensor(list(rows)), r"nested tensor.*to_padded_tensor\(\), and lengths"),
+        (lambda rows: torch.nested.nested_tensor(list(rows), layout=torch.jagged), r"nested tensor"),
+    ],
+    ids=["csr", "csc", "nested", "jagged"],
+)
+def test_tensors_without_rows_go_whole_and_are_not_cut(make, said):
+    batch = make(torch.randn(4, 3)), torch.arange(4)
+    assert slicing.batch_size(batch) == 4
+    assert slicing.split(batch, 1) == [batch]
+    with pytest.raises(TypeError, match=rf"batch\[0\] is a {said}"):
+        slicing.split(batch, 2)
+    with pytest.raises(TypeError, match=rf"batch\[0\] is a {said}"):
+        slicing.require_dense(batch, "what is asked for cannot be had of")
+
+
+def test_tensors_of_mkldnn_are_refused():
+    with pytest.raises(TypeError, match=r"batch\[1\] is a torch._mkldnn tensor, which cannot be copied"):
+        slicing.batch_size([torch.ones(4), torch.ones(4, 3).to_mkldnn()])

@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
@@ -43,6 +44,7 @@ def split(batch: Batch, parts: int) -> list[Batch]:
     if parts == 1:
         return [batch]
     _require_nothing_derived(batch, size, "batch")
+    _require(batch, _has_rows, "cannot be cut into micro-batches")
     base, longer = divmod(size, parts)
     pieces, start = [], 0
     for part in range(parts):
@@ -50,6 +52,28 @@ def split(batch: Batch, parts: int) -> list[Batch]:
         pieces.append(map_tensors(batch, _narrowing(start, length)))
         start += length
     return pieces
+
+
+def require_dense(batch: Batch, what: str) -> None:
+    """Refuse sparse, nested and similar tensors, of which `what` is said."""
+    _require(batch, lambda leaf: leaf.layout is torch.strided and not leaf.is_nested, what)
+
+
+def _require(batch: Batch, accepts: Callable[[Tensor], bool], what: str) -> None:
+    for path, leaf in _leaves(batch, "batch"):
+        if isinstance(leaf, Tensor) and not accepts(leaf):
+            kind, dense = str(leaf.layout), "to_dense()"
+            if leaf.is_nested:
+                kind, dense = "nested", "to_padded_tensor(), and lengths"
+            raise TypeError(
+                f"{path} is a {kind} tensor, which {what}: give a dense one ({dense}), and convert it in the model or "
+                "in compute."
+            )
+
+
+def _has_rows(leaf: Tensor) -> bool:
+    """Whether samples can be taken out of it."""
+    return leaf.layout in (torch.strided, torch.sparse_coo) and not leaf.is_nested
 
 
 def map_tensors(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
@@ -162,7 +186,13 @@ def _with_attributes(clone: Any, original: Any, values: dict[str, Any], function
 
 
 def _narrowing(start: int, length: int) -> Callable[[Tensor], Tensor]:
-    return lambda leaf: leaf.narrow(0, start, length) if _is_sliced(leaf) else leaf
+    def narrowed(leaf: Tensor) -> Tensor:
+        if not _is_sliced(leaf):
+            return leaf
+        # Sparse tensors have no views.
+        return leaf.narrow_copy(0, start, length) if leaf.is_sparse else leaf.narrow(0, start, length)
+
+    return narrowed
 
 
 def _is_sliced(leaf: Any) -> bool:
@@ -170,7 +200,8 @@ def _is_sliced(leaf: Any) -> bool:
 
 
 def _sizes(batch: Batch) -> dict[str, int]:
-    return {path: leaf.shape[0] for path, leaf in _leaves(batch, "batch") if _is_sliced(leaf)}
+    _require(batch, lambda leaf: str(leaf.layout) != "torch._mkldnn", "cannot be copied to a device")
+    return {path: leaf.size(0) for path, leaf in _leaves(batch, "batch") if _is_sliced(leaf)}
 
 
 def _leaves(batch: Batch, path: str) -> Iterator[tuple[str, Any]]:

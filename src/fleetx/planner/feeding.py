@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fleetx.memory.structures import tensors_in
-from fleetx.slicing import Batch, batch_size, map_tensors
+from fleetx.slicing import Batch, batch_size, map_tensors, require_dense
 
 LossFn = Callable[[Any, Any], Any]
 
@@ -136,6 +136,7 @@ def _with_gradients(values: list[Any]) -> list[Tensor]:
 def resized(batch: Batch, size: int) -> Batch:
     """The first samples of a batch, from the beginning again if it has fewer."""
     available = batch_size(batch)
+    require_dense(batch, "the planner cannot make larger and smaller batches of")
 
     def taken(tensor: Tensor) -> Tensor:
         if tensor.dim() == 0 or len(tensor) != available:  # which does not belong to single samples
