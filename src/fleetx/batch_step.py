@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fleetx import amp, slicing
+from fleetx import amp, inference, slicing
 from fleetx.comm import beats, world
 from fleetx.fleet import checks, oom
 from fleetx.fleet.model import distributed_model, is_prepared
@@ -102,6 +102,7 @@ class Step:
 
     def __call__(self, batch: Batch) -> Outcome:
         """Train on one batch: exactly one update, or one that is skipped and says so."""
+        inference.refuse_mode("Step")
         self._require_empty_window()
         self.optimizer.require_alone()
         if self._planned is not None:

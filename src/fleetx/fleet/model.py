@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fleetx import names
+from fleetx import inference, names
 from fleetx.amp import apply_precision, low_dtype
 from fleetx.comm import beats, world
 from fleetx.comm.broadcast import broadcast_module
@@ -32,6 +32,8 @@ def distributed_model(model: nn.Module, strategy: DistributedStrategy | None = N
         raise ValueError(
             "this model went through distributed_model before: once is enough, and twice would cast twice."
         )
+    inference.refuse_mode("fleet.distributed_model")
+    inference.refuse_model(model)
     require_unwrapped(model)
     _require_wide_enough(model)
     strategy = runnable(strategy)

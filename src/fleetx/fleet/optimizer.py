@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fleetx import names
+from fleetx import inference, names
 from fleetx.amp import LossScaler, low_dtype
 from fleetx.buffers import WindowBuffers
 from fleetx.comm import world
@@ -76,6 +76,7 @@ class DistributedOptimizer(Optimizer):
     ) -> None:
         # Optimizer.__init__ is not called: groups and state are those of the wrapped one. Everything is checked before
         # anything is changed, so that a call that failed can be repeated.
+        inference.refuse_mode("fleet.distributed_optimizer")
         checks.require_steppable(optimizer)
         if isinstance(optimizer, DistributedOptimizer):
             raise TypeError("this optimizer is distributed already: once is enough.")
@@ -170,6 +171,7 @@ class DistributedOptimizer(Optimizer):
 
         `items` is the number of items (tokens, unpadded samples) that this loss averages over, where that varies.
         """
+        inference.refuse_mode("minimize")
         checks.require_scalar(loss)
         if items is not None:
             items = checks.as_count(items)
@@ -187,6 +189,7 @@ class DistributedOptimizer(Optimizer):
         All workers must call it, at the end of an epoch, say. A worker that has had fewer batches than the others waits
         here and takes part in their windows without adding anything, so that all end the epoch together.
         """
+        inference.refuse_mode("flush")
         return self.engine.flush()
 
     def discard(self) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
+from fleetx import inference
 from fleetx.masters import follow
 from fleetx.notices import tell_once
 from fleetx.optim import groups, settling, state_dicts
@@ -121,6 +122,7 @@ class LayerwiseOptimizer(ExcludingOptimizer):
             self._settle_groups()  # a group was added through the optimizer this one replaced
         compiling = torch.compiler.is_compiling()  # what looks around would break the graph
         if not compiling:
+            inference.refuse_mode(f"{type(self).__name__}.step")
             self._check_scaling_once()
         if self._uses_kernels():
             self._fused_step(self)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import AdamW
 from torch.optim.optimizer import ParamsT, StateDict
 
+from fleetx import inference
 from fleetx.optim import settling
 from fleetx.optim.checks import check_betas, check_count, check_lr, check_number, check_switch
 from fleetx.optim.excluding import ExcludingOptimizer
@@ -118,6 +119,7 @@ class Muon(ExcludingOptimizer):
             with torch.enable_grad():
                 loss = closure()
         if not torch.compiler.is_compiling():
+            inference.refuse_mode(f"{type(self).__name__}.step")
             self._check_scaling_once()
         for optimizer, origins in self._halves():
             for inner, (group, decays) in zip(optimizer.param_groups, origins, strict=True):

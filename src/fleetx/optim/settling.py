@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from fleetx import names
+from fleetx import inference, names
 from fleetx.optim.exclusion import Exclusion, ExclusionRow, check_patterns, exclude
 from fleetx.optim.groups import DTYPES, Group, call_it, infos
 
@@ -49,7 +49,8 @@ def rows(groups: Sequence[Group], setting: str) -> list[ExclusionRow]:
 
 
 def check_dtypes(kind: str, group: Group) -> None:
-    """Refuse parameters that are not real numbers of 16 bits or more."""
+    """Refuse parameters that are not real numbers of 16 bits or more, or that were made in inference mode."""
+    inference.refuse_made((call_it(group, index), parameter) for index, parameter in enumerate(group["params"]))
     for index, parameter in enumerate(group["params"]):
         if parameter.dtype not in DTYPES:
             raise TypeError(

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from fleetx import inference
 from fleetx.memory import Segment
 from fleetx.memory.names import find_cuts, matches
 from fleetx.memory.structures import tensors_in
@@ -40,6 +41,7 @@ def check(
     """Raise for whatever would otherwise fail in other words, or much later; `flags` are all that must be bools."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"fleetx.plan takes an nn.Module, not a {type(model).__name__}.")
+    inference.refuse_model(model)
     _check_compiled(model)
     _check_optimizer(optimizer)
     _check_precision(precision)

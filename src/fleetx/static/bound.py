@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from fleetx import inference
 from fleetx.fleet import checks
 from fleetx.fleet.model import distributed_model, is_prepared, strategy_of
 from fleetx.fleet.optimizer import DistributedOptimizer, distributed_optimizer
@@ -73,6 +74,8 @@ class BoundProgram:
 
     def run(self, feed: Mapping[str, Any], wanted: list[Any]) -> list[Any]:
         """One micro-batch with everything that was asked for. An error before the update leaves the window alone."""
+        if self.optimizer is not None:
+            inference.refuse_mode("a program that trains")
         fetches = [self._resolve(name_of(want)) for want in wanted]
         self._require_possible(fetches)
         self._require_in_place()
