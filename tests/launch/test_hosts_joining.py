@@ -1,15 +1,18 @@
 """How machines find each other and are let in, within this process; whole jobs: tests/launch/host_scenarios.py."""
 
 import os
+import resource
 import socket
 import threading
 
 import pytest
 
+from fleetx.comm.beats import Beat
 from fleetx.launch import gathering as module
 from fleetx.launch import joining, remote
 from fleetx.launch.channel import Channel, ChannelClosedError
-from fleetx.launch.crew import CrewSettings
+from fleetx.launch.crew import Attempt, CrewSettings
+from fleetx.launch.ending import Ending
 from fleetx.launch.gathering import Gathering, versions
 from fleetx.launch.job import Job, JobSettings
 from fleetx.launch.joining import Membership, join
@@ -17,10 +20,14 @@ from fleetx.launch.network import LOOPBACK, interface_of, is_here, require_reach
 from fleetx.launch.roster import Roster
 from fleetx.launch.say import LaunchError
 from fleetx.launch.secret import VARIABLE, read_secret
+from fleetx.launch.stacks import Stack
 from fleetx.launch.stopping import Stopping
 from tests.waiting import GUARD, wait_for
 
 SECRET = b"a secret of this very test"
+FACTS = {"host": "other", "workers": 2, "address": "10.0.0.2", "interface": "eth0", "rank": 1, "job_id": None}
+FACTS["versions"] = versions()
+ATTEMPT = Attempt(0, 0, 2, 1, 2, LOOPBACK, 1, [], "job", 0)
 
 
 class Own:
@@ -38,7 +45,7 @@ class Own:
 
 @pytest.fixture
 def gathering():
-    one = Gathering(LOOPBACK, 0, SECRET, "job")
+    one = Gathering(LOOPBACK, 0, SECRET, "job", 3)
     one.port = one._listener.getsockname()[1]
     yield one
     one.close()
@@ -46,8 +53,7 @@ def gathering():
 
 def connect(gathering, **changes):
     channel = Channel(socket.create_connection((LOOPBACK, gathering.port)), SECRET, leads=False)
-    facts = {"host": "other", "workers": 2, "address": "10.0.0.2", "interface": "eth0", "rank": 1, "job_id": None}
-    channel.send({"join": facts | {"versions": versions()} | changes})
+    channel.send({"join": FACTS | changes})
     return channel
 
 
@@ -63,7 +69,7 @@ def test_a_machine_that_knows_the_secret_is_let_in(gathering, capsys):
     crew = until_joined(gathering, connect(gathering))
     assert (crew.settings.host, crew.settings.workers, crew.address, crew.node) == ("other", 2, "10.0.0.2", 1)
     assert "host other (10.0.0.2) has joined with 2 workers." in capsys.readouterr().err
-    until_joined(gathering, connect(gathering, workers=1))
+    until_joined(gathering, connect(gathering, workers=1, rank=None))
     assert "has joined with 1 worker." in capsys.readouterr().err
 
 
@@ -133,9 +139,149 @@ def test_strangers_are_refused_and_forgotten(gathering, capsys, monkeypatch):
         return "said nothing" in "".join(said) and "no launcher of FleetX" in "".join(said)
 
     wait_for(are_refused, "refusal of both")
-    assert gathering._strangers == []
+    assert gathering._strangers == {}
     mute.close()
     rude.close()
+
+
+def test_any_number_of_strangers_keeps_nobody_out(gathering, capsys):
+    """`select.select` ends with an error at the 1,024th open file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    strangers = []
+    try:
+        for _ in range(1030):
+            strangers.append(socket.create_connection((LOOPBACK, gathering.port)))
+            if len(strangers) % 10 == 0:
+                assert gathering.newcomers(0) == []
+        assert until_joined(gathering, connect(gathering)).settings.host == "other"
+    finally:
+        for stranger in strangers:
+            stranger.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(gathering._strangers) <= module._MOST_STRANGERS
+    said = capsys.readouterr().err
+    assert said.count("a connection was refused: 127.0.0.1:") == module._MOST_LINES
+    assert "is one of too many that say nothing" in said
+    assert "Nothing more is said about connections from 127.0.0.1." in said
+
+
+def test_strangers_that_use_up_all_open_files_keep_nobody_out(gathering, monkeypatch, capsys):
+    accept, errors = socket.socket.accept, [OSError(24, "Too many open files")]
+    strangers = [socket.create_connection((LOOPBACK, gathering.port)) for _ in range(3)]
+    wait_for(lambda: gathering.newcomers(0.01) or len(gathering._strangers) == 3, "strangers")
+    monkeypatch.setattr(socket.socket, "accept", lambda one: accept(one) if not errors else _raise(errors.pop()))
+    until_joined(gathering, connect(gathering))
+    assert len(gathering._strangers) == 2
+    assert f"127.0.0.1:{strangers[0].getsockname()[1]} is one of too many" in capsys.readouterr().err
+
+
+def _raise(error):
+    raise error
+
+
+ODD_MACHINES = [
+    ({"hello": 1}, "knows the secret, and did not say that it joins"),
+    ({"join": None}, "sent what is no message of FleetX (Joined expected, got None)"),
+    ({"join": {"host": "other"}}, "(Joined expected, got {'host': 'other'})"),
+    ({"join": FACTS | {"workers": "2"}}, "(int expected, got '2')"),
+    ({"join": FACTS | {"workers": 10**9}}, "(workers must be from 1 to 4096, not 1000000000)"),
+    ({"join": FACTS | {"rank": -1}}, "(rank must be at least 0, not -1)"),
+    ({"join": FACTS | {"versions": ["1.0"]}}, "expected, got ['1.0'])"),
+    (["join"], "sent what is no message of FleetX."),
+]
+
+
+@pytest.mark.parametrize(("message", "why"), ODD_MACHINES)
+def test_a_machine_that_knows_the_secret_and_says_odd_things_is_refused(gathering, capsys, message, why):
+    channel = Channel(socket.create_connection((LOOPBACK, gathering.port)), SECRET, leads=False)
+    channel.send(message)
+
+    def is_refused():
+        _try(channel)
+        assert gathering.newcomers(0.01) == []
+        return capsys.readouterr().err
+
+    said = wait_for(is_refused, "refusal")
+    assert said.startswith("fleetrun: a connection was refused: 127.0.0.1:")
+    assert why in said
+    until_joined(gathering, connect(gathering))
+
+
+ODD_WORDS = [
+    {"stop": "now"},
+    {"stop": 9},
+    {"ended": {"rank": 0}},
+    {"ended": []},
+    {"beats": {"zero": [1, False, 0, 0]}},
+    {"beats": {"0": [1, False, 0]}},
+    {"beats": {"0": [None, False, 0, 0]}},
+    {"failing": 1},
+    {"stacks": {"0": {"lines": [1]}}},
+    {"ago": float("nan")},
+    ["beats"],
+]
+
+
+@pytest.mark.parametrize("message", ODD_WORDS, ids=str)
+def test_a_machine_of_the_job_that_says_odd_things_is_lost_alone(gathering, message):
+    channel = connect(gathering)
+    crew = until_joined(gathering, channel)
+    crew.start(ATTEMPT)
+    channel.send(message)
+    endings = wait_for(lambda: crew.poll(0.01), "end of its workers")
+    assert [ending.rank for ending in endings] == [0, 1]
+    assert "no message of FleetX" in crew.lost or "asked to stop with signal 9" in crew.lost
+
+
+def test_what_a_member_says_arrives_as_it_was_meant(gathering):
+    channel = connect(gathering)
+    crew = until_joined(gathering, channel)
+    crew.start(ATTEMPT)
+    beat, stack = Beat(3, True, 15, 2), Stack(["a line"], True, "sleeping")
+    channel.send({"beats": {1: beat}, "failing": True, "new": "of a later version"})
+    channel.send({"ended": Ending(0, "other", 1, 2.0, lines=["x"], error="E").as_message(), "ago": 0})
+    (ending,) = wait_for(lambda: crew.poll(0.01), "ending")
+    assert (ending.rank, ending.lines, ending.error) == (0, ["x"], "E")
+    assert (crew.beats(), crew.has_failing()) == ({1: beat}, True)
+    crew.ask_for_stacks()
+    channel.send({"stacks": {1: stack.as_message()}})
+    assert crew.stacks() == {1: stack}
+
+
+def test_the_second_machine_with_a_rank_is_refused_and_the_first_one_stays(gathering, capsys):
+    roster = Roster(Own(), gathering, least=3, most=3)
+    first = connect(gathering, host="first")
+    wait_for(lambda: (_try(first), roster._look(0.01), roster._newcomers)[-1], "first machine")
+    for changes, why in (
+        ({"host": "second"}, "its --rank 1 is that of host first (10.0.0.2), which has joined: give each machine a"),
+        ({"rank": 0}, "its --rank is 0, the number of the machine that leads"),
+        ({"rank": 3}, "its --rank is 3, and this job has 3 machines (--nnodes)"),
+    ):
+        channel = connect(gathering, **changes)
+        refusal = wait_for(lambda one=channel: (roster._look(0.01), _try(one))[-1], "refusal")
+        assert why in refusal[0]["refused"]
+        assert f"cannot take part: {why}" in capsys.readouterr().err
+    assert [crew.settings.host for crew in roster._newcomers] == ["first"]
+
+
+def test_a_machine_that_comes_back_takes_the_place_of_its_silent_self(gathering, monkeypatch):
+    roster = Roster(Own(), gathering, least=3, most=3)
+    for host in ("hangs up", "falls silent", "comes back"):
+        channel = connect(gathering, host=host)
+        wait_for(
+            lambda one=channel, name=host: (
+                _try(one),
+                roster._look(0.01),
+                [crew for crew in roster._newcomers if crew.settings.host == name],
+            )[-1],
+            "machine",
+        )
+        if host == "hangs up":
+            channel.close()
+        else:
+            monkeypatch.setattr(remote, "WORD_EVERY", 0.0)
+    assert [crew.settings.host for crew in roster._newcomers] == ["comes back"]
 
 
 def test_secrets(monkeypatch, tmp_path):
@@ -187,12 +333,12 @@ def test_a_machine_that_hangs_up_while_it_is_let_in_does_no_harm(gathering, monk
 
     monkeypatch.setattr(Channel, "send", broken)
     wait_for(is_refused, "welcome")
-    assert gathering._strangers == []
+    assert gathering._strangers == {}
     assert gathering.newcomers(0.01) == []
 
 
 def test_one_that_is_refused_takes_nobody_with_it(gathering):
-    good = [connect(gathering, host=name) for name in "ab"]
+    good = [connect(gathering, host=name, rank=None) for name in "ab"]
     bad = connect(gathering, job_id="yesterday")
     found, refusals = [], []
 

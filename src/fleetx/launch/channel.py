@@ -5,13 +5,15 @@ a random number; the keys are made of these and the secret, so a recorded conver
 and a message cannot be repeated, left out, reordered or sent back.
 """
 
+import contextlib
 import hashlib
 import hmac
 import json
 import os
-import select
 import socket
 from typing import Any
+
+from fleetx.launch.readable import readable
 
 _MAGIC = b"fleetx/1"
 _NONCE = 32
@@ -43,6 +45,7 @@ class Channel:
         self._buffer = b""
         self._waiting: list[dict[str, Any]] = []
         self.peer = _name(connection)
+        self.host = self.peer.rpartition(":")[0]
         connection.settimeout(_SEND_TIMEOUT)
         self._write(_MAGIC + self._nonce)
 
@@ -67,7 +70,7 @@ class Channel:
 
     def receive(self, wait: float) -> list[dict[str, Any]]:
         """What has come, within `wait` seconds."""
-        if select.select([self._socket], [], [], wait)[0]:
+        if readable([self._socket], wait):
             try:
                 data = self._socket.recv(1 << 16)
             except OSError as error:
@@ -116,7 +119,15 @@ class Channel:
             raise StrangerError(f"{self.peer} does not know the secret of this job")
         self._buffer = self._buffer[head + length :]
         self._received += 1
-        return json.loads(body)
+        return self._parsed(body)
+
+    def _parsed(self, body: bytes) -> dict[str, Any]:
+        message = None
+        with contextlib.suppress(ValueError, RecursionError):  # one that knows the secret may still send anything
+            message = json.loads(body)
+        if not isinstance(message, dict):
+            raise StrangerError(f"{self.peer} sent what is no message of FleetX")
+        return message
 
     def _write(self, data: bytes) -> None:
         try:

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import select
 import shutil
 import signal
 import socket
@@ -25,6 +24,7 @@ from fleetx.launch.logs import Relay, WorkerLog
 from fleetx.launch.nursery import MOST_BYTES, Orders
 from fleetx.launch.oom import OutOfMemory
 from fleetx.launch.output import TROUBLE
+from fleetx.launch.readable import readable
 from fleetx.launch.say import LaunchError, say, show
 from fleetx.launch.stacks import Stack, is_stopped, read_stack
 
@@ -143,7 +143,7 @@ class Crew:
     def poll(self, wait: float) -> list[Ending]:
         """Who has ended; looks for at most `wait` seconds."""
         endings = []
-        if self._socket is not None and select.select([self._socket], [], [], wait)[0]:
+        if self._socket is not None and readable([self._socket], wait):
             endings = self._receive(self._socket)
         elif self._socket is None:
             time.sleep(wait)
@@ -264,7 +264,7 @@ class Crew:
 
     def _receive(self, channel: socket.socket) -> list[Ending]:
         endings = []
-        while select.select([channel], [], [], 0)[0]:
+        while readable([channel], 0):
             try:
                 data = channel.recv(MOST_BYTES)
             except ConnectionResetError:

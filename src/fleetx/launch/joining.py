@@ -3,13 +3,14 @@
 import contextlib
 import socket
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from fleetx.launch.channel import Channel, ChannelClosedError
 from fleetx.launch.crew import Attempt, Crew, CrewSettings
 from fleetx.launch.ending import signal_name
 from fleetx.launch.gathering import versions
+from fleetx.launch.messages import Joined, understood
 from fleetx.launch.network import interface_of
 from fleetx.launch.remote import SILENCE, WORD_EVERY
 from fleetx.launch.say import LaunchError, full_stop, say
@@ -19,6 +20,9 @@ _TICK = 0.05
 _TRY_EVERY = 0.5
 # How long the leading machine may take to end the job after a second Ctrl-C here.
 _PATIENCE = 5.0
+# What the leading machine says, and as what.
+_ANSWERS = {"refused": str, "welcome": str}
+_ORDERS = {"start": Attempt, "signal": int, "kill": bool, "stacks": float, "end": int, "sentence": str}
 
 
 def join(
@@ -44,18 +48,11 @@ def join(
             why = getattr(error, "strerror", None) or str(error)
             time.sleep(_TRY_EVERY)
             continue
-        joined = {
-            "host": settings.host,
-            "workers": settings.workers,
-            "address": address,
-            "interface": interface_of(address),
-            "rank": rank,
-            "job_id": job_id,
-            "versions": versions(),
-        }
-        channel.send({"join": joined})
+        interface = interface_of(address)
+        joined = Joined(settings.host, settings.workers, address, interface, rank, job_id, versions())
+        channel.send({"join": asdict(joined)})
         job = _welcome(channel, name)
-        return Membership(channel, Crew(settings, address, interface_of(address)), name, job)
+        return Membership(channel, Crew(settings, address, interface), name, job)
     if stopping.numbers:
         raise LaunchError(f"stopped by {signal_name(stopping.numbers[0])} before the job began.")
     raise LaunchError(
@@ -68,7 +65,7 @@ def _welcome(channel: Channel, name: str) -> str:
     end = time.monotonic() + SILENCE
     while time.monotonic() < end:
         try:
-            messages = channel.receive(1.0)
+            messages = [understood(channel.peer, one, _ANSWERS) for one in channel.receive(1.0)]
         except ChannelClosedError as error:
             raise LaunchError(
                 f"{name} did not let this machine in ({error}). The secret must be the same on all machines."
@@ -121,7 +118,7 @@ class Membership:
     def _listen(self) -> None:
         for message in self._channel.receive(_TICK):
             self._heard = time.monotonic()
-            self._obey(message)
+            self._obey(understood(self._channel.peer, message, _ORDERS))
         if time.monotonic() - self._heard > SILENCE:
             raise ChannelClosedError(f"it has been silent for {time.monotonic() - self._heard:.0f} s")
 
@@ -130,12 +127,12 @@ class Membership:
         with contextlib.suppress(ChannelClosedError):
             for message in self._channel.receive(0.0):
                 if "end" in message:
-                    self._obey(message)
+                    self._obey(understood(self._channel.peer, message, _ORDERS))
 
     def _obey(self, message: dict[str, Any]) -> None:
         crew = self._crew
         if "start" in message:
-            crew.start(replace(Attempt(**message["start"]), interface=crew.interface))
+            crew.start(replace(message["start"], interface=crew.interface))
         elif "signal" in message:
             crew.signal(message["signal"])
         elif "kill" in message:
@@ -144,7 +141,7 @@ class Membership:
             stacks = crew.stacks(message["stacks"])
             self._channel.send({"stacks": {rank: stack.as_message() for rank, stack in stacks.items()}})
         elif "end" in message:
-            self._end = (message["end"], message["sentence"])
+            self._end = (message["end"], message.get("sentence", ""))
 
     def _report(self) -> None:
         for ending in self._crew.poll(_TICK if self._crew.ranks else 0.0):

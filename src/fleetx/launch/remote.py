@@ -1,27 +1,39 @@
 """The workers of a machine that has joined, as the leading launcher sees them."""
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from fleetx.comm.beats import Beat
 from fleetx.launch.channel import Channel, ChannelClosedError
 from fleetx.launch.crew import Attempt, CrewSettings
 from fleetx.launch.ending import LOST, Ending
+from fleetx.launch.messages import Joined, OddMessageError, understood
 from fleetx.launch.stacks import Stack
+from fleetx.launch.stopping import STOPPING
 
 # Machines that have joined send word every second; one that is silent for so long is lost.
 SILENCE = 10.0
 WORD_EVERY = 1.0
+# What they say, and as what; a stop is for the signals that a launcher handles.
+_WORDS = {
+    "beats": dict[int, Beat],
+    "failing": bool,
+    "stacks": dict[int, Stack],
+    "stop": int,
+    "ended": Ending,
+    "ago": float,
+}
 
 
 class RemoteCrew:
     """Passes orders on to the launcher there, and keeps what it reports."""
 
-    def __init__(self, channel: Channel, joined: dict[str, Any]) -> None:
-        self.settings = CrewSettings(command=[], workers=joined["workers"], host=joined["host"])
-        self.address: str = joined["address"]
-        self.interface: str | None = joined["interface"]
-        self.node: int | None = joined["rank"]
+    def __init__(self, channel: Channel, joined: Joined) -> None:
+        self.settings = CrewSettings(command=[], workers=joined.workers, host=joined.host)
+        self.address = joined.address
+        self.interface = joined.interface
+        self.node = joined.rank
         self.lost = ""
         self.asked_to_stop: list[int] = []
         self._channel = channel
@@ -73,7 +85,13 @@ class RemoteCrew:
         end = time.monotonic() + wait + 1.0
         while self._stacks is None and not self.lost and time.monotonic() < end:
             self._early += self._listen(0.05)
-        return self._stacks or {rank: Stack() for rank in self._ranks}
+        found = self._stacks or {}
+        return {rank: found.get(rank, Stack()) for rank in self._ranks}
+
+    def has_sent_word(self) -> bool:
+        """Whether it is there, and has said so of late."""
+        self._early += self._listen(0.0)
+        return not self.lost and time.monotonic() - self._heard < 3 * WORD_EVERY
 
     def poll(self, wait: float) -> list[Ending]:
         """Who has ended there; all of them, if the machine is lost."""
@@ -84,8 +102,13 @@ class RemoteCrew:
             self._told = now
             self._send({"ping": True})
         if not self.lost and now - self._heard > SILENCE:
-            self.lost = f"it has been silent for {now - self._heard:.0f} s"
+            self.lose(f"it has been silent for {now - self._heard:.0f} s")
         return endings + self._lost_ones()
+
+    def lose(self, why: str) -> None:
+        """Go on without it; it notices, if it is there."""
+        self.lost = why
+        self._channel.close()
 
     def end(self, code: int, sentence: str) -> None:
         """Tell the launcher there that the job is over, and how it ended."""
@@ -99,33 +122,35 @@ class RemoteCrew:
         try:
             self._channel.send(message)
         except ChannelClosedError as error:
-            self.lost = str(error)
+            self.lose(str(error))
 
     def _listen(self, wait: float) -> list[Ending]:
         if self.lost:
             return []
+        endings: list[Ending] = []
         try:
-            messages = self._channel.receive(wait)
+            for message in self._channel.receive(wait):
+                self._heard = time.monotonic()
+                endings += self._take(message)
         except ChannelClosedError as error:
-            self.lost = str(error)
-            return []
-        if messages:
-            self._heard = time.monotonic()
-        return [ending for message in messages for ending in self._take(message)]
+            self.lose(str(error))
+        return endings
 
     def _take(self, message: dict[str, Any]) -> list[Ending]:
-        if "beats" in message:
-            self._has_failing = message["failing"]
-            self._beats = {int(rank): Beat(*beat) for rank, beat in message["beats"].items()}
-        if "stacks" in message:
-            self._stacks = {int(rank): Stack(**stack) for rank, stack in message["stacks"].items()}
-        if "stop" in message:
-            self.asked_to_stop.append(message["stop"])
-        if "ended" in message and message["ended"]["rank"] in self._ranks:
-            self._ranks.remove(message["ended"]["rank"])
-            # Clocks differ between machines, so it says how long ago that was.
-            return [Ending(**message["ended"] | {"time": time.monotonic() - message["ago"]})]
-        return []
+        words = understood(self._channel.peer, message, _WORDS)
+        self._has_failing = words.get("failing", self._has_failing)
+        self._beats = words.get("beats", self._beats)
+        self._stacks = words.get("stacks", self._stacks)
+        if "stop" in words:
+            if words["stop"] not in STOPPING:
+                raise OddMessageError(f"{self._channel.peer} asked to stop with signal {words['stop']}")
+            self.asked_to_stop.append(words["stop"])
+        ended: Ending | None = words.get("ended")
+        if ended is None or ended.rank not in self._ranks:
+            return []
+        self._ranks.remove(ended.rank)
+        # Clocks differ between machines, so it says how long ago that was.
+        return [replace(ended, time=time.monotonic() - words.get("ago", 0.0))]
 
     def _lost_ones(self) -> list[Ending]:
         if not self.lost:

@@ -102,7 +102,7 @@ class Roster:
         if self._gathering is None:
             time.sleep(wait)
         else:
-            self._newcomers += self._gathering.newcomers(wait)
+            self._newcomers += self._gathering.newcomers(wait, [*self._joined, *self._newcomers])
         for crew in self._newcomers:
             crew.poll(0.0)  # keeps the connection alive, and notices if it breaks
         self._newcomers = [crew for crew in self._newcomers if not crew.lost]

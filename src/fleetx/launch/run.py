@@ -87,7 +87,7 @@ def _run_among_many(options: Options, settings: CrewSettings, job: JobSettings) 
     with locked(options.log_dir, name, settings.host, is_shared=True), Stopping().listening() as stopping:
         if not leads:
             return _follow(options, settings, master, secret, stopping)
-        gathering = Gathering(*master, secret, job.job_id)
+        gathering = Gathering(*master, secret, job.job_id, options.most_hosts)
         own = Crew(settings, master[0], interface_of(master[0]))
         roster = Roster(
             own,

@@ -6,6 +6,9 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from types import FrameType
 
+# What asks a launcher to stop its job: Ctrl-C, a batch system, a terminal that was closed.
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 
 @dataclass
 class Stopping:
@@ -20,8 +23,7 @@ class Stopping:
     @contextlib.contextmanager
     def listening(self) -> Generator["Stopping"]:
         """Handle signals here rather than dying of them."""
-        handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = {number: signal.signal(number, self.note) for number in handled}
+        before = {number: signal.signal(number, self.note) for number in STOPPING}
         try:
             yield self
         finally:
