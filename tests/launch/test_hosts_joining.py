@@ -316,6 +316,29 @@ def test_a_name_that_only_this_machine_knows_is_refused():
         resolved("--ips", "no such host")
 
 
+@pytest.mark.parametrize(
+    ("host", "kind"),
+    [
+        ("0.0.0.0", "means all interfaces of a machine"),
+        ("0", "means all interfaces of a machine"),
+        ("224.0.0.1", "a multicast address"),
+        ("255.255.255.255", "a broadcast address"),
+        ("127.255.255.255", "a broadcast address"),
+        ("240.0.0.1", "a reserved address"),
+    ],
+)
+def test_an_address_that_is_not_one_machines_is_refused(host, kind):
+    with pytest.raises(LaunchError, match=rf"--master must be the address of one machine, and '{host}' is .*{kind}"):
+        resolved("--master", host)
+    assert not is_here(host)
+
+
+@pytest.mark.parametrize("host", ["::1", "a..b", "x" * 70])
+def test_what_is_no_address_at_all_is_refused(host):
+    with pytest.raises(LaunchError, match="--master: the host .* is not known"):
+        resolved("--master", host)
+
+
 def test_a_machine_that_hangs_up_while_it_is_let_in_does_no_harm(gathering, monkeypatch):
     channel = connect(gathering)
     send, broke = Channel.send, []

@@ -1,6 +1,7 @@
 """Addresses and network interfaces of this machine."""
 
 import fcntl
+import ipaddress
 import socket
 import struct
 
@@ -34,17 +35,49 @@ def is_here(address: str) -> bool:
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as trying:
             trying.bind((address, 0))
+            return not _names_many(trying.getsockname()[0])
     except OSError:
         return False
-    return True
 
 
 def resolved(option: str, host: str) -> str:
     """The address of a host that an option names."""
     try:
-        return socket.gethostbyname(host)
-    except OSError as error:
-        raise LaunchError(f"{option}: the host {host!r} is not known ({error.strerror}).") from error
+        address = socket.gethostbyname(host)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        hint = " Machines meet at IPv4 addresses, such as 10.0.0.1." if ":" in host else ""
+        raise LaunchError(f"{option}: the host {host!r} is not known ({reason}).{hint}") from error
+    if kind := _names_many(address):
+        raise LaunchError(
+            f"{option} must be the address of one machine, and {host!r} is {kind}. Give an address that the first "
+            "machine has and the others can reach, such as 10.0.0.1 (`ip addr` lists them), on all machines."
+        )
+    return address
+
+
+def _names_many(address: str) -> str:
+    """What an address is that no single machine has; empty if one can."""
+    number = ipaddress.IPv4Address(address)
+    if int(number) >> 24 == 0:  # 0.0.0.0, and the network that it belongs to
+        return f"{address}, which means all interfaces of a machine"
+    if number.is_multicast:
+        return f"{address}, a multicast address"
+    if _is_broadcast(address):
+        return f"{address}, a broadcast address"
+    return f"{address}, a reserved address" if number.is_reserved else ""
+
+
+def _is_broadcast(address: str) -> bool:
+    """Of all networks, or of one that this machine is in: the kernel lets no ordinary socket send there."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            asking.connect((address, 9))
+        except PermissionError:
+            return True
+        except OSError:  # no way there
+            return False
+    return False
 
 
 def require_reachable(host: str, address: str) -> None:
