@@ -1,12 +1,15 @@
 """What workers are started with."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
-from fleetx.launch import crew
+from fleetx.launch import crew, hatch
 from fleetx.launch.crew import Crew, CrewSettings
 from fleetx.launch.say import LaunchError
+from tests.waiting import wait_for
 
 
 @pytest.mark.parametrize(
@@ -40,4 +43,43 @@ def test_workers_share_the_cores_that_the_job_may_use(monkeypatch, usable, worke
 def test_a_machine_without_a_folder_for_temporary_files_is_said_to_be_so(monkeypatch, tmp_path):
     monkeypatch.setattr(crew.tempfile, "tempdir", str(tmp_path / "none"))
     with pytest.raises(LaunchError, match=r"temporary files \(No such file or directory\): let TMPDIR name one"):
-        Crew(CrewSettings(["x.py"], 1, "here"), "127.0.0.1", None)
+        Crew(CrewSettings(["x.py"], 1, "here"), "127.0.0.1", None)._start_nursery()
+
+
+def test_a_launcher_that_has_not_started_its_workers_has_no_folder(monkeypatch, tmp_path):
+    """It may be killed while it waits for other machines."""
+    monkeypatch.setattr(crew.tempfile, "tempdir", str(tmp_path))
+    ours = Crew(CrewSettings(["x.py"], 1, "here"), "127.0.0.1", None)
+    assert ours.poll(0.0) == []
+    assert list(tmp_path.iterdir()) == []
+    ours.close()
+
+
+LAUNCHER = """
+import os, subprocess, sys, time
+from pathlib import Path
+parent = "1" if sys.argv[3] == "killed before" else str(os.getpid())
+subprocess.Popen([sys.executable, sys.argv[1], parent, "0", sys.argv[2]], start_new_session=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.middle
+@pytest.mark.parametrize("when", ["killed before", "killed during imports"])
+def test_a_launcher_that_is_killed_early_leaves_no_folder(tmp_path, when):
+    folder, package = tmp_path / "fleetrun-1", tmp_path / "fleetx" / "launch"
+    folder.mkdir()
+    package.mkdir(parents=True)
+    for place in (package.parent, package):
+        (place / "__init__.py").touch()
+    (package / "nursery.py").write_text("import pathlib, time\npathlib.Path('imports').touch()\ntime.sleep(600)")
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, hatch.__file__, folder, when], cwd=tmp_path)
+    try:
+        if when == "killed during imports":
+            wait_for((tmp_path / "imports").exists, "import")
+            assert folder.exists()
+            launcher.kill()
+        wait_for(lambda: not folder.exists(), "end of the folder")
+    finally:
+        launcher.kill()
+        launcher.wait()

@@ -78,16 +78,17 @@ class Crew:
         self.settings = settings
         self.address = address
         self.interface = interface
-        self._scratch = _temporary_folder()
-        self._beats = beats.BeatReader(self._scratch / "beats", settings.workers)
+        # For files that the workers and we share, from the first start on: the process that is started then removes
+        # the folder if this one is killed.
+        self._scratch: Path | None = None
+        self._beats: beats.BeatReader
         self._nursery: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._is_ready = False
         self._living: dict[int, _Living] = {}
         self._relay: Relay | None = None
         self._attempt: Attempt | None = None
-        # Where workers note that their logs cannot be written, and whether that has been said.
-        self._trouble = self._scratch / "log_trouble"
+        # Whether it has been said that the logs of the workers cannot be written.
         self._has_told_of_trouble = False
 
     # What the job asks for -----------------------------------------------------------------------------
@@ -166,7 +167,8 @@ class Crew:
         if self._nursery is not None:
             self._nursery.wait()
             self._nursery = None
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
 
     def fileno(self) -> int:
         """For waiting on several things at once."""
@@ -182,6 +184,18 @@ class Crew:
 
     # Starting ------------------------------------------------------------------------------------------
 
+    @property
+    def _folder(self) -> Path:
+        if self._scratch is None:
+            self._scratch = _temporary_folder()
+            self._beats = beats.BeatReader(self._scratch / "beats", self.settings.workers)
+        return self._scratch
+
+    @property
+    def _trouble(self) -> Path:
+        """Where workers note that their logs cannot be written."""
+        return self._folder / "log_trouble"
+
     def _start_nursery(self) -> None:
         environment = os.environ | self.settings.environment
         # Workers that each start a thread per core would fight over the cores.
@@ -192,7 +206,7 @@ class Crew:
             self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 self._nursery = subprocess.Popen(
-                    [sys.executable, hatch.__file__, str(os.getpid()), str(theirs.fileno()), str(self._scratch), *warm],
+                    [sys.executable, hatch.__file__, str(os.getpid()), str(theirs.fileno()), str(self._folder), *warm],
                     pass_fds=[theirs.fileno()],
                     env=environment,
                     start_new_session=True,  # Ctrl-C reaches the launcher alone, which passes it on
@@ -207,7 +221,7 @@ class Crew:
     def _start_worker(self, attempt: Attempt, local: int) -> None:
         rank = attempt.first_rank + local
         title = f"job {attempt.job_id}, attempt {attempt.number}"
-        log = WorkerLog(self.settings.log_dir or self._scratch, rank, title, first=attempt.number == 0)
+        log = WorkerLog(self.settings.log_dir or self._folder, rank, title, first=attempt.number == 0)
         shown = rank == 0 and self.settings.log_dir is None
         if rank == 0 and not shown:
             self._relay = Relay(log, CONSOLE_NAME)
@@ -328,10 +342,10 @@ class Crew:
 
     def _tell_of_lost_lines(self) -> None:
         """Once: a disk that is full is no reason to end a job, and somebody should know."""
-        if self._has_told_of_trouble or not self._trouble.exists():
+        if self._has_told_of_trouble or self._scratch is None or not self._trouble.exists():
             return
         self._has_told_of_trouble = True
-        folder = self.settings.log_dir or self._scratch
+        folder = self.settings.log_dir or self._folder
         reason = self._trouble.read_text(encoding="utf-8", errors="replace") or "no room"
         say(
             f"the logs of the workers, {folder}/workerlog.N, cannot be written ({reason}). Training goes on; what the "
@@ -339,10 +353,10 @@ class Crew:
         )
 
     def _report_file(self, rank: int) -> Path:
-        return self._scratch / f"report.{rank}"
+        return self._folder / f"report.{rank}"
 
     def _stack_file(self, rank: int) -> Path:
-        return self._scratch / f"stack.{rank}"
+        return self._folder / f"stack.{rank}"
 
 
 def _temporary_folder() -> Path:
