@@ -27,6 +27,7 @@ def test_workers_share_the_cores_that_the_job_may_use(monkeypatch, usable, worke
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: usable)
     monkeypatch.setattr(crew.subprocess, "Popen", start)
     monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setenv("FLEETX_JOB_SECRET", "of another job of this shell")
     if given:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
     ours = Crew(CrewSettings(["x.py"], workers, "here"), "127.0.0.1", None)
@@ -38,6 +39,7 @@ def test_workers_share_the_cores_that_the_job_may_use(monkeypatch, usable, worke
     finally:
         ours.close()
     assert started["OMP_NUM_THREADS"] == threads
+    assert "FLEETX_JOB_SECRET" not in started
 
 
 def test_a_machine_without_a_folder_for_temporary_files_is_said_to_be_so(monkeypatch, tmp_path):

@@ -10,6 +10,7 @@ import pytest
 from fleetx.comm.beats import Beat
 from fleetx.launch import gathering as module
 from fleetx.launch import joining, remote
+from fleetx.launch import run as launching
 from fleetx.launch.channel import Channel, ChannelClosedError
 from fleetx.launch.crew import Attempt, CrewSettings
 from fleetx.launch.ending import Ending
@@ -17,6 +18,7 @@ from fleetx.launch.gathering import Gathering, versions
 from fleetx.launch.job import Job, JobSettings
 from fleetx.launch.joining import Membership, join
 from fleetx.launch.network import LOOPBACK, interface_of, is_here, require_reachable, resolved
+from fleetx.launch.options import parse
 from fleetx.launch.roster import Roster
 from fleetx.launch.say import LaunchError
 from fleetx.launch.secret import VARIABLE, read_secret
@@ -294,10 +296,54 @@ def test_secrets(monkeypatch, tmp_path):
     monkeypatch.setenv(VARIABLE, "long enough to be a secret")
     assert read_secret(None) == b"long enough to be a secret"
     assert VARIABLE not in os.environ  # workers do not get it
+    (tmp_path / "secret").touch(0o600)
     (tmp_path / "secret").write_text("another that is long enough\n")
     assert read_secret(tmp_path / "secret") == b"another that is long enough"
-    with pytest.raises(ValueError, match="--secret_file .*nowhere cannot be read"):
-        read_secret(tmp_path / "nowhere")
+
+
+def odd_secrets(folder):
+    file = folder / "secret"
+    yield file, "cannot be read: No such file or directory. Name a file that holds the secret"
+    yield folder, "must name a file with the secret in it, and .* is a folder"
+    os.mkfifo(folder / "pipe", 0o600)
+    yield folder / "pipe", "is no ordinary file"
+    for mode in (0o644, 0o640, 0o604, 0o620):
+        file.write_text("long enough to be a secret")
+        file.chmod(mode)
+        yield file, rf"can be read or changed by other users \(mode {mode:o}\), .* `chmod 600 {file}`"
+    file.chmod(0o600)
+    for content, message in (
+        (b" \n", "must have at least 16 characters, and it has 0; `head"),
+        (b"\x00\xff" * 20, "must be one line of text in UTF-8"),
+        (b"one line of the secret\nand another", "must be one line of text in UTF-8"),
+        (b"x" * 5000, "must have at most 4096 characters"),
+    ):
+        file.write_bytes(content)
+        yield file, message
+
+
+def test_odd_secret_files_are_refused_with_the_remedy(monkeypatch, tmp_path):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    for file, message in odd_secrets(tmp_path):
+        with pytest.raises(ValueError, match=message):
+            read_secret(file)
+    monkeypatch.setenv(VARIABLE, "not UTF-8, but long enough \udcff")
+    with pytest.raises(ValueError, match=rf"the secret in {VARIABLE} must be one line of text in UTF-8"):
+        read_secret(None)
+
+
+def test_a_machine_that_may_train_alone_needs_no_secret(monkeypatch, tmp_path, capsys):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    ran = []
+    monkeypatch.setattr(launching, "_run_here", lambda *given: ran.append(given) or 0)
+    elastic = ["--nnodes", "1:4", "--master", LOOPBACK, "--log_dir", str(tmp_path / "log"), __file__]
+    assert launching.run(parse(elastic)) == 0
+    assert len(ran) == 1
+    assert "without a secret no other machine can join, and this one goes on alone." in capsys.readouterr().err
+    for wrong in (["--rank", "1", *elastic], [*elastic[:1], "2:4", *elastic[2:]]):
+        assert launching.run(parse(wrong)) == 1
+        assert "a job on several machines needs a secret that all of them know" in capsys.readouterr().err
+    assert len(ran) == 1
 
 
 def test_addresses_of_this_machine():

@@ -26,6 +26,7 @@ from fleetx.launch.oom import OutOfMemory
 from fleetx.launch.output import TROUBLE
 from fleetx.launch.readable import readable
 from fleetx.launch.say import LaunchError, say, show
+from fleetx.launch.secret import VARIABLE
 from fleetx.launch.stacks import Stack, is_stopped, read_stack
 
 CONSOLE_NAME = "[worker 0] "
@@ -198,6 +199,7 @@ class Crew:
 
     def _start_nursery(self) -> None:
         environment = os.environ | self.settings.environment
+        environment.pop(VARIABLE, None)  # of no use to workers, also where this job has not asked for it
         # Workers that each start a thread per core would fight over the cores.
         environment.setdefault("OMP_NUM_THREADS", str(cores().share(self.settings.workers)))
         # Worth its time where more than one worker is going to be made.

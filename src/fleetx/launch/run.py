@@ -17,7 +17,7 @@ from fleetx.launch.network import LOOPBACK, host_name, interface_of, is_here, re
 from fleetx.launch.options import Options
 from fleetx.launch.roster import Roster
 from fleetx.launch.say import LaunchError, say, show
-from fleetx.launch.secret import read_secret
+from fleetx.launch.secret import VARIABLE, read_secret
 from fleetx.launch.stopping import Stopping
 
 
@@ -29,7 +29,7 @@ def launch(command: Sequence[str], *, workers: int, environment: Mapping[str, st
     show(f"{configuration({'nproc_per_node': workers, 'script': ' '.join(command)})}\n", sys.stdout)
     crew = CrewSettings(list(command), workers, host_name(), log_dir=None, environment=dict(environment or {}))
     try:
-        return _run_alone(crew, JobSettings(job_id=uuid.uuid4().hex[:8], progress_limit=0, start_limit=0))
+        return _run_here(crew, JobSettings(job_id=uuid.uuid4().hex[:8], progress_limit=0, start_limit=0))
     except LaunchError as error:
         say(str(error))
         return 1
@@ -51,8 +51,7 @@ def run(options: Options) -> int:
     try:
         require_folder(options.log_dir)
         if options.alone:
-            with locked(options.log_dir, f"job {job.job_id}", crew.host):
-                return _run_alone(crew, job)
+            return _run_alone(options, crew, job)
         return _run_among_many(options, crew, job)
     except (LaunchError, ValueError) as error:
         say(str(error))
@@ -70,7 +69,12 @@ def _job(options: Options) -> JobSettings:
     )
 
 
-def _run_alone(settings: CrewSettings, job: JobSettings) -> int:
+def _run_alone(options: Options, settings: CrewSettings, job: JobSettings) -> int:
+    with locked(options.log_dir, f"job {job.job_id}", settings.host):
+        return _run_here(settings, job)
+
+
+def _run_here(settings: CrewSettings, job: JobSettings) -> int:
     """All workers are on this machine: nothing of the job can be reached from another one."""
     crew = Crew(settings, LOOPBACK, interface_of(LOOPBACK))
     with Stopping().listening() as stopping:
@@ -78,11 +82,17 @@ def _run_alone(settings: CrewSettings, job: JobSettings) -> int:
 
 
 def _run_among_many(options: Options, settings: CrewSettings, job: JobSettings) -> int:
-    secret = read_secret(options.secret_file)
     assert options.master is not None
     master = (resolved("--master", options.master[0]), options.master[1])
     leads = options.rank == 0 or (options.rank is None and is_here(master[0]))
     require_reachable(options.master[0], master[0])
+    secret = read_secret(options.secret_file, is_needed=not leads or options.least_hosts > 1)
+    if secret is None:
+        say(
+            f"without a secret no other machine can join, and this one goes on alone. To let others in, give all of "
+            f"them the same one, with --secret_file FILE or in the variable {VARIABLE}."
+        )
+        return _run_alone(options, settings, job)
     name = f"the job that meets at {master[0]}:{master[1]}"
     with locked(options.log_dir, name, settings.host, is_shared=True), Stopping().listening() as stopping:
         if not leads:
