@@ -8,31 +8,49 @@ _FIRST_PORT, _PORTS = 20000, 20000
 
 def slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """torch's variables for a task of `srun`; nothing for any other process, a batch script among them."""
-    tasks = environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", "1"))
-    if "SLURM_PROCID" not in environment or "SLURM_STEP_ID" not in environment or int(tasks) < 2:
+    if "SLURM_PROCID" not in environment or "SLURM_STEP_ID" not in environment:
         return {}
-    hosts = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", "localhost"))
-    job, step = environment.get("SLURM_JOB_ID", "0"), environment["SLURM_STEP_ID"]
+    tasks = _number(environment, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS", 1)
+    if tasks < 2:
+        return {}
+    rank, local = _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_LOCALID", 0)
+    if rank >= tasks:
+        raise ValueError(f"SLURM_PROCID must be less than the number of tasks, and it is {rank} of {tasks}. {_REMEDY}")
+    hosts = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in environment else "SLURM_JOB_NODELIST"
+    job, step = _number(environment, "SLURM_JOB_ID", 0), _number(environment, "SLURM_STEP_ID")
     return {
-        "RANK": environment["SLURM_PROCID"],
-        "WORLD_SIZE": tasks,
-        "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
-        "LOCAL_WORLD_SIZE": _first_count(environment.get("SLURM_STEP_TASKS_PER_NODE", tasks)),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(tasks),
+        "LOCAL_RANK": str(local),
+        "LOCAL_WORLD_SIZE": str(_first_count(environment.get("SLURM_STEP_TASKS_PER_NODE", str(tasks)))),
         # The same on all tasks, and seldom that of another job on the same host.
-        "MASTER_ADDR": environment.get("MASTER_ADDR", first_host(hosts)),
-        "MASTER_PORT": environment.get("MASTER_PORT", str(_FIRST_PORT + (int(job) + int(step)) % _PORTS)),
+        "MASTER_ADDR": environment.get("MASTER_ADDR") or first_host(environment.get(hosts, "localhost"), hosts),
+        "MASTER_PORT": environment.get("MASTER_PORT") or str(_FIRST_PORT + (job + step) % _PORTS),
     }
 
 
-def first_host(hosts: str) -> str:
+def first_host(hosts: str, variable: str = "SLURM_STEP_NODELIST") -> str:
     """The first name of SLURM's short form: `gpu[03-07,9],other` begins with `gpu03`."""
-    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", hosts)
+    match = re.match(r"(?:[\w.-]+|\[[\w.-]+(?:,[\w.-]+)*\])+(?=,|$)", hosts)
     if match is None:
-        raise ValueError(f"SLURM_STEP_NODELIST should name hosts, for example gpu[03-07], and it is {hosts!r}.")
-    return match[1] + (match[2] or "") + (match[3] or "")
+        raise ValueError(f"{variable} must name hosts, for example gpu[03-07], and it is {hosts!r}. {_REMEDY}")
+    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", match.group())
 
 
-def _first_count(text: str) -> str:
+_REMEDY = "Leave SLURM's variables as srun sets them, or unset SLURM_PROCID to run alone."
+
+
+def _number(environment: Mapping[str, str], variable: str, default: int | None = None) -> int:
+    text = environment.get(variable, str(default))
+    # No more digits than a number of SLURM has: Python refuses thousands of them with an error of its own.
+    if not re.fullmatch(r"[0-9]{1,19}", text):
+        raise ValueError(f"{variable} must be a whole number, and it is {text!r}. {_REMEDY}")
+    return int(text)
+
+
+def _first_count(text: str) -> int:
     """`4(x2),3` says 4 tasks on each of two hosts, then 3."""
-    match = re.match(r"\d+", text)
-    return match.group() if match else "1"
+    match = re.match(r"([0-9]{1,9})(?:\(x[0-9]+\))?(?:,|$)", text)
+    if match is None:
+        raise ValueError(f"SLURM_STEP_TASKS_PER_NODE must be a list such as 4(x2),3, and it is {text!r}. {_REMEDY}")
+    return int(match[1])
