@@ -90,6 +90,55 @@ def test_scripts_run_under_torchrun_and_alone(script, tmp_path, launcher):
     assert [report["num"] for report in reports] == [workers] * workers
 
 
+AS_TORCHRUN = """
+import json, os, sys
+from pathlib import Path
+names = [name for name in os.environ if name.startswith(("ROLE_", "GROUP_", "LOCAL_", "TORCHELASTIC_"))]
+place = Path(sys.argv[1], os.environ["ROLE_RANK"] + ".json")
+place.write_text(json.dumps({name: os.environ[name] for name in [*names, "RANK", "WORLD_SIZE"]}))
+"""
+
+
+@pytest.mark.middle
+def test_workers_find_the_variables_of_torchrun(script, tmp_path):
+    path, found = script(AS_TORCHRUN), {}
+    for launcher in ("fleetrun", "torchrun"):
+        start(path, tmp_path, workers=2, launcher=launcher)
+        found[launcher] = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+        for worker in found[launcher]:
+            for of_this_job in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"):
+                assert worker.pop(of_this_job, "") or of_this_job == "TORCHELASTIC_SIGNALS_TO_HANDLE"
+    assert found["fleetrun"] == found["torchrun"]
+
+
+RECORDS = """
+import os, sys
+from torch.distributed.elastic.multiprocessing.errors import record
+
+@record
+def main():
+    if os.environ["RANK"] == sys.argv[1]:
+        raise ValueError("no such sample: 7")
+
+main()
+"""
+
+
+@pytest.mark.middle
+def test_what_a_program_records_in_torchs_way_is_the_named_cause(script):
+    path = script(f"#!{sys.executable}{RECORDS}")
+    path.chmod(0o700)
+    assert start(path, "none", workers=2, options=["--no_python"]).returncode == 0
+    done = start(path, "1", workers=2, options=["--no_python"], check=False)
+    assert done.returncode == 1
+    last = done.stderr.rstrip().splitlines()[-1]
+    assert last.startswith("fleetrun: worker 1 failed with exit code 1 (host ")
+    assert "): ValueError: no such sample: 7. Its log: " in last
+    path.write_text("#!/no/such/interpreter\n")
+    done = start(path, workers=1, options=["--no_python"], check=False)
+    assert f"FileNotFoundError: {path}: No such file or directory" in done.stderr.rstrip().splitlines()[-1]
+
+
 def test_the_launcher_ends_with_the_failing_workers_code(script):
     done = start(script(FAILS), workers=2, check=False)
     assert done.returncode == 37

@@ -1,7 +1,10 @@
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
+from fleetx.cores import Cores
+from fleetx.launch import options as options_module
 from fleetx.launch.banner import configuration
 from fleetx.launch.options import MEANINGLESS, parse
 
@@ -21,7 +24,15 @@ def refused(arguments, capsys):
     [
         ([], "required: script"),
         (["no_such_script.py"], "the script 'no_such_script.py' does not exist (looked in "),
-        (["--nproc_per_node", "0", SCRIPT], "must be a whole number of at least 1, not '0'"),
+        (["--nproc_per_node", "0", SCRIPT], "must be a whole number of at least 1, or auto, gpu or cpu, not '0'"),
+        (["--nproc_per_node", "tpu", SCRIPT], "must be a whole number of at least 1, or auto, gpu or cpu, not 'tpu'"),
+        (["--nproc_per_node", "gpu", SCRIPT], "--nproc_per_node gpu asks for one worker per GPU, and torch finds none"),
+        (["--devices", "cpu", "--nproc_per_node", "gpu", SCRIPT], "--nproc_per_node gpu contradicts --devices cpu:"),
+        (["--no_python", "no_such_program"], "the program 'no_such_program' is not there, or is not executable"),
+        (["--no_python", SCRIPT], "is not executable"),
+        (["--no_python", "-m", "a.module"], "--module is for a module of Python, and --no_python for other programs"),
+        (["--local-ranks-filter", "0", SCRIPT], "fleetrun has no --local-ranks-filter: leave it out: --log_dir has"),
+        (["--shutdown-timeout=5", SCRIPT], "fleetrun has no --shutdown-timeout: use --stop_timeout."),
         (["--devices", "cpu,0", SCRIPT], "must be GPU numbers such as 0,1, or cpu,cpu; not 'cpu,0'"),
         (
             ["--devices", "cpu,cpu", "--nproc_per_node", "3", SCRIPT],
@@ -55,6 +66,42 @@ def refused(arguments, capsys):
 )
 def test_what_is_wrong_is_named_with_its_remedy(arguments, message, capsys):
     assert message in refused(arguments, capsys)
+
+
+def test_all_that_is_wrong_is_named_at_once(capsys):
+    options = ["--max_restarts", "2", "--standalone", "--rdzv-id=7", "--servers", "a:1", "--workers", "b:1"]
+    said = refused([*options, "--log_dir", "x", "--lr", "0.1", SCRIPT, "--momentum", "0.9"], capsys)
+    for name in ("--max_restarts", "--standalone", "--rdzv-id", "--lr"):
+        assert said.count(f"fleetrun has no {name}: ") == 1
+    for name in ("--servers", "--workers"):
+        assert f"{name} belongs to parameter servers" in said
+    assert "--momentum" not in said
+
+
+def test_every_option_of_torchrun_works_or_has_a_remedy(capsys):
+    for action in get_args_parser()._actions[1:]:  # after --help
+        for option in action.option_strings:
+            said = refused(["--no-such-option", option, "1", SCRIPT], capsys)
+            assert f"fleetrun has no {option}: fleetrun --help" not in said, option
+
+
+def test_a_number_of_workers_by_what_the_machine_has(monkeypatch):
+    monkeypatch.setattr(options_module, "cores", lambda: Cores(64, 3))
+    for word, found in (("cpu", (3, "cpu,cpu,cpu")), ("auto", (3, "None"))):
+        options = parse(["--nproc_per_node", word, SCRIPT])
+        assert (options.workers, str(options.devices)) == found
+    assert parse(["--devices", "cpu,cpu", "--nproc_per_node", "cpu", SCRIPT]).workers == 2
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    for word, found in (("cpu", (3, "cpu,cpu,cpu")), ("auto", (2, "None")), ("gpu", (2, "None"))):
+        options = parse(["--nproc_per_node", word, SCRIPT])
+        assert (options.workers, str(options.devices)) == found
+    assert parse(["--gpus", "1", "--nproc_per_node", "gpu", SCRIPT]).workers == 1
+
+
+def test_a_program_that_is_no_python_is_run_as_it_is():
+    options = parse(["--no-python", "sh", "-c", "true"])
+    assert options.command == ["--no_python", "sh", "-c", "true"]
+    assert options.banner()["training_script_args"] == ["-c", "true"]
 
 
 def test_a_machine_alone_needs_nothing():

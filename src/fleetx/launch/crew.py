@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -227,7 +228,7 @@ class Crew:
         shown = rank == 0 and self.settings.log_dir is None
         if rank == 0 and not shown:
             self._relay = Relay(log, CONSOLE_NAME)
-        for file in (self._report_file(rank), self._stack_file(rank)):
+        for file in (self._report_file(rank), self._stack_file(rank), self._error_file(rank)):
             file.unlink(missing_ok=True)
         orders = Orders(
             rank=rank,
@@ -250,6 +251,11 @@ class Crew:
             "GROUP_WORLD_SIZE": attempt.nodes,
             "MASTER_ADDR": attempt.master,
             "MASTER_PORT": attempt.port,
+            # torchrun calls workers of one kind a role, and has one.
+            "ROLE_NAME": "default",
+            "ROLE_RANK": rank,
+            "ROLE_WORLD_SIZE": attempt.world_size,
+            "TORCHELASTIC_ERROR_FILE": self._error_file(rank),
             # torch's words for a store that the launcher holds, and for a job that is restarted.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RUN_ID": attempt.job_id,
@@ -304,6 +310,7 @@ class Crew:
         if rank == 0 and self._relay is not None:
             self._relay.pump(whole=False)
         word = _word(self._report_file(rank))
+        known = word if "type" in word or code == 0 else _recorded(self._error_file(rank))
         told = living.told_at is not None
         if living.told_at is not None and word.get("code") == 0 and word["time"] > living.told_at:
             word = {}  # it left because it was told to
@@ -316,8 +323,8 @@ class Crew:
             time=word.get("time", moment),
             log=None if living.log is None else str(living.log.path),
             lines=[] if living.log is None else living.log.end(),
-            error_type=word.get("type", ""),
-            error=word.get("message", ""),
+            error_type=known.get("type", ""),
+            error=known.get("message", ""),
             out_of_memory=code == -signal.SIGKILL and not told and living.memory.has_struck(),
             by_us=told and not word,
             asked=self._beat_of(rank).signal if code == 0 and not told else 0,
@@ -357,6 +364,9 @@ class Crew:
     def _report_file(self, rank: int) -> Path:
         return self._folder / f"report.{rank}"
 
+    def _error_file(self, rank: int) -> Path:
+        return self._folder / f"error.{rank}.json"
+
     def _stack_file(self, rank: int) -> Path:
         return self._folder / f"stack.{rank}"
 
@@ -368,6 +378,17 @@ def _temporary_folder() -> Path:
         raise LaunchError(
             f"a job needs a folder for temporary files ({error.strerror}): let TMPDIR name one that can be written to."
         ) from error
+
+
+def _recorded(path: Path) -> dict[str, str]:
+    """The error that torch's `@record` wrote in a worker's process: in one that is no script of ours, say."""
+    message = _word(path).get("message")
+    if isinstance(message, dict):
+        message = message.get("message")
+    if not isinstance(message, str):
+        return {}
+    match = re.match(r"([A-Za-z_][\w.]*): (.*)", message, re.DOTALL)
+    return {"type": match[1], "message": match[2]} if match else {"type": "Error", "message": message}
 
 
 def _word(path: Path) -> dict[str, Any]:

@@ -3,14 +3,18 @@
 import argparse
 import difflib
 import re
+import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from fleetx.cores import cores
 from fleetx.launch.devices import Devices, parse_devices
 from fleetx.launch.network import LOOPBACK, is_here
+from fleetx.launch.worker import PROGRAM
 
 DEFAULT_PORT = 6170
 # Shown by the guide, for parameter servers and heterogeneous jobs. They have no meaning here.
@@ -46,6 +50,7 @@ class Options:
 
     def banner(self) -> dict[str, object]:
         """The rows of the guide's block."""
+        words = 2 if self.command[0] in ("-m", PROGRAM) else 1
         hosts = f"{self.least_hosts}:{self.most_hosts}" if self.least_hosts != self.most_hosts else self.most_hosts
         return {
             "gpus": self.devices,
@@ -64,30 +69,26 @@ class Options:
             "rank": self.rank,
             "start_timeout": f"{self.start_timeout:g}",
             "stop_timeout": f"{self.stop_timeout:g}",
-            "training_script": self.command[0] if self.command[0] != "-m" else " ".join(self.command[:2]),
-            "training_script_args": self.command[1:] if self.command[0] != "-m" else self.command[2:],
+            "training_script": " ".join(self.command[:words]),
+            "training_script_args": self.command[words:],
         }
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:
     """Read the command line; what is wrong ends the program with a message."""
     parser = _parser()
-    given, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        parser.error(_remedy(unknown[0].partition("=")[0], parser))
-    for name in MEANINGLESS:
-        if getattr(given, name) is not None:
-            parser.error(
-                f"--{name} belongs to parameter servers and heterogeneous jobs, which FleetX does not have; "
-                f"got {getattr(given, name)!r}. Leave it out."
-            )
-    if given.script is None:
-        parser.error("the following arguments are required: script")
-    command = ["-m", given.script, *given.script_args] if given.module else [given.script, *given.script_args]
-    if not given.module and Path(given.script).is_dir():
-        parser.error(f"the script must be a Python file, and {given.script!r} is a folder: name a file in it.")
-    if not given.module and not Path(given.script).is_file():
-        parser.error(f"the script {given.script!r} does not exist (looked in {Path.cwd()}).")
+    given, unknown = _parsed(parser, sys.argv[1:] if arguments is None else arguments)
+    wrong = [_remedy(option, parser) for option in unknown]
+    wrong += [
+        f"--{name} belongs to parameter servers and heterogeneous jobs, which FleetX does not have; "
+        f"got {getattr(given, name)!r}. Leave it out."
+        for name in MEANINGLESS
+        if getattr(given, name) is not None
+    ]
+    if wrong:
+        parser.error(" ".join(wrong))
+    command = _command(parser, given)
+    workers, devices = _workers(parser, given.nproc_per_node, given.devices)
     ips = given.ips or [LOOPBACK]
     least, most = given.nnodes or (len(ips), len(ips))
     if given.ips and most != len(ips):
@@ -112,8 +113,8 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         rank = here[0]
     return Options(
         command=command,
-        workers=_workers(parser, given.nproc_per_node, given.devices),
-        devices=given.devices,
+        workers=workers,
+        devices=devices,
         least_hosts=least,
         most_hosts=most,
         master=master,
@@ -131,19 +132,70 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     )
 
 
-def _workers(parser: argparse.ArgumentParser, count: int | None, devices: Devices | None) -> int:
-    if devices is not None:
-        if count is not None and count != len(devices.names):
-            more = " (more workers than devices)" if count > len(devices.names) else ""
-            parser.error(f"--nproc_per_node {count} contradicts --devices {devices}{more}: leave one of them out.")
-        return len(devices.names)
+def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options, and the names of all that there are not: what follows such a one may be its value."""
+    rest, names = list(arguments), []
+    while True:
+        given, unknown = parser.parse_known_args(rest)
+        if not unknown:
+            return given, names
+        place = rest.index(unknown[0])
+        name, has_value, _ = rest.pop(place).partition("=")
+        names.append(name)
+        following = rest[place] if place < len(rest) else "-"
+        if not has_value and not following.startswith("-") and not Path(following).is_file():
+            del rest[place]
+
+
+def _command(parser: argparse.ArgumentParser, given: argparse.Namespace) -> list[str]:
+    """What each worker runs."""
+    script = given.script
+    if script is None:
+        parser.error("the following arguments are required: script")
+    if given.module and given.no_python:
+        parser.error("--module is for a module of Python, and --no_python for other programs: leave one of them out.")
+    if given.module:
+        return ["-m", script, *given.script_args]
+    if given.no_python:
+        if shutil.which(script) is None:
+            parser.error(
+                f"the program {script!r} is not there, or is not executable (looked in PATH, and in {Path.cwd()} if it "
+                "has a slash). `chmod +x` makes it so; a Python script needs no --no_python."
+            )
+        return [PROGRAM, script, *given.script_args]
+    if Path(script).is_dir():
+        parser.error(f"the script must be a Python file, and {script!r} is a folder: name a file in it.")
+    if not Path(script).is_file():
+        parser.error(f"the script {script!r} does not exist (looked in {Path.cwd()}).")
+    return [script, *given.script_args]
+
+
+def _workers(
+    parser: argparse.ArgumentParser, asked: int | str | None, devices: Devices | None
+) -> tuple[int, Devices | None]:
+    """How many workers there are on this machine, and their devices where these are chosen."""
     gpus = torch.cuda.device_count()
-    if count is not None and gpus and count > gpus:
+    if devices is not None:
+        count = len(devices.names)
+        if asked not in (None, "auto", count, "cpu" if devices.on_host else "gpu"):
+            more = " (more workers than devices)" if isinstance(asked, int) and asked > count else ""
+            parser.error(f"--nproc_per_node {asked} contradicts --devices {devices}{more}: leave one of them out.")
+        return count, devices
+    if asked == "gpu" and not gpus:
         parser.error(
-            f"--nproc_per_node {count} asks for more workers than this machine has GPUs ({gpus}): each worker needs "
+            "--nproc_per_node gpu asks for one worker per GPU, and torch finds none here: fleetx doctor says why. "
+            "--nproc_per_node cpu starts one per core."
+        )
+    if asked == "cpu":
+        return cores().usable, Devices(("cpu",) * cores().usable)
+    if asked == "auto" and not gpus:
+        return cores().usable, None
+    if isinstance(asked, int) and gpus and asked > gpus:
+        parser.error(
+            f"--nproc_per_node {asked} asks for more workers than this machine has GPUs ({gpus}): each worker needs "
             "its own. Lower it, or run on the host with --devices cpu,cpu,..."
         )
-    return count or gpus or 1
+    return (asked if isinstance(asked, int) else gpus or 1), None
 
 
 def _remedy(option: str, parser: argparse.ArgumentParser) -> str:
@@ -184,10 +236,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="LIST",
         help="one worker per device: GPU numbers such as 0,1, or cpu,cpu to run on the host",
     )
-    here.add_argument(
-        "--nproc_per_node", type=_count, metavar="N", help="workers to start (default: one per GPU, without GPUs one)"
-    )
+    here.add_argument("--nproc_per_node", type=_count, metavar="N", help=_NPROC)
     here.add_argument("--module", "-m", action="store_true", help="script is the name of a module, as in python -m")
+    here.add_argument("--no_python", action="store_true", help="script is a program, which is started as it is")
     here.add_argument("--log_dir", type=Path, default=Path("log"), metavar="DIR", help=_LOG_DIR)
     here.add_argument("--fresh_workers", action="store_true", help=_FRESH)
 
@@ -247,14 +298,21 @@ _ELSEWHERE = {
     "rdzv_id": "use --job_id",
     "standalone": _ALONE,
     "selected_gpus": "use --gpus",
-    "no_python": "leave it out: each worker runs a Python script, or a module with -m",
-    "tee": _LOGS,
-    "redirects": _LOGS,
+    "run_path": "leave it out: a script is always run by its path",
+    "shutdown_timeout": "use --stop_timeout",
+    "signals_to_handle": "leave it out: SIGINT, SIGTERM and SIGHUP are passed on to the workers",
+    "numa_binding": "leave it out, and start fleetrun under numactl",
+    **dict.fromkeys(("tee", "t", "redirects", "r", "logs_specs", "local_ranks_filter"), _LOGS),
+    **dict.fromkeys(("duplicate_stdout_filters", "duplicate_stderr_filters"), _LOGS),
     **dict.fromkeys(("rdzv_backend", "rdzv_conf", "monitor_interval", "start_method", "role", "local_addr"), _NEEDLESS),
-    **dict.fromkeys(("use_env", "run_mode"), _NEEDLESS),
+    **dict.fromkeys(("use_env", "run_mode", "event_log_handler", "virtual_local_rank"), _NEEDLESS),
 }
 
 
+_NPROC = (
+    "workers to start (default: one per GPU, without GPUs one); gpu is one per GPU, cpu one per core and on the host, "
+    "auto is gpu where there is one, else cpu"
+)
 _LOG_DIR = "where workerlog.N keeps what worker N prints, over all restarts (default log)"
 _FRESH = "let each worker import torch by itself, rather than forking a process that has done so"
 _SECRET = "a file with a secret that all machines share; else the variable FLEETX_JOB_SECRET has it"
@@ -273,9 +331,11 @@ _EXAMPLES = """examples:
   fleetrun --nnodes 2:4 --master 10.0.0.1:6170 --rank 0 train.py    goes on while two machines are left"""
 
 
-def _count(text: str) -> int:
+def _count(text: str) -> int | str:
+    if text in ("auto", "gpu", "cpu"):
+        return text
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, or auto, gpu or cpu, not {text!r}")
     return int(text)
 
 

@@ -19,6 +19,7 @@ from fleetx.launch.roster import Roster
 from fleetx.launch.say import LaunchError, say, show
 from fleetx.launch.secret import VARIABLE, read_secret
 from fleetx.launch.stopping import Stopping
+from fleetx.launch.worker import PROGRAM
 
 
 def launch(command: Sequence[str], *, workers: int, environment: Mapping[str, str] | None = None) -> int:
@@ -45,7 +46,7 @@ def run(options: Options) -> int:
         log_dir=options.log_dir,
         environment=options.devices.environment() if options.devices else {},
         fresh=options.fresh_workers,
-        warm=options.workers > 1 or options.max_restart > 0,
+        warm=(options.workers > 1 or options.max_restart > 0) and options.command[0] != PROGRAM,
     )
     job = _job(options)
     try:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from fleetx.comm import beats
 from fleetx.launch.output import forgive_lost_output
@@ -23,6 +23,8 @@ from fleetx.launch.output import forgive_lost_output
 # Where a worker leaves word of how its script ended, and where it writes its stack when asked.
 REPORT = "FLEETX_REPORT"
 STACK = "FLEETX_STACK"
+# Before the name of a program that is no Python, in place of a script.
+PROGRAM = "--no_python"
 # A real-time signal: scripts and batch systems use SIGUSR1 and SIGUSR2 for themselves.
 STACK_SIGNAL = signal.SIGRTMIN + 5
 
@@ -47,6 +49,8 @@ def run(command: Sequence[str]) -> None:
     """Run the script, or `-m module`, as if Python had been started with it. The environment is complete by now."""
     ours = fleet_environment(os.environ)
     os.environ.update(ours)
+    if command[0] == PROGRAM:
+        _become(command[1:])
     forgive_lost_output()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -68,6 +72,19 @@ def run(command: Sequence[str]) -> None:
         # As Python has it: exit functions can tell by it that the program has failed.
         sys.last_type, sys.last_value, sys.last_traceback = type(own), own, own.__traceback__
         sys.excepthook(type(own), own, own.__traceback__)
+        sys.exit(1)
+
+
+def _become(program: Sequence[str]) -> NoReturn:
+    """Go on as a program that knows nothing of us: it has no heartbeat, and writes no stack when it is asked to."""
+    report, _, _ = (os.environ.pop(name, None) for name in (REPORT, STACK, beats.FILE))
+    signal.signal(STACK_SIGNAL, signal.SIG_IGN)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and what is ignored stays so
+    try:
+        os.execvp(program[0], list(program))
+    except OSError as error:
+        _leave_word(report, os.getpid(), {"type": type(error).__name__, "message": f"{program[0]}: {error.strerror}"})
+        print(f"{program[0]} cannot be started: {error.strerror}", file=sys.stderr)
         sys.exit(1)
 
 
