@@ -53,6 +53,7 @@ def reduce_command(
 ) -> None:
     """Gradient reduction, against DistributedDataParallel."""
     from benchmarks import reduce
+    from fleetx.launch.devices import on_host
     from fleetx.launch.run import launch
     from fleetx.results import save_result
 
@@ -60,7 +61,7 @@ def reduce_command(
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(jobs):
             file = Path(folder, "figures.json")
-            if code := launch(["-m", "benchmarks.reduce", str(file)], workers=workers):
+            if code := launch(["-m", "benchmarks.reduce", str(file)], workers=workers, environment=on_host(workers)):
                 sys.exit(code)
             runs.append(json.loads(file.read_text(encoding="utf-8")))
     figures = reduce.summarise(runs, workers)

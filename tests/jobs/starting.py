@@ -29,7 +29,8 @@ def start(script, *args, workers=1, launcher="fleetrun", timeout=500, env=None, 
         text=True,
         timeout=timeout,
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **(env or {})},
+        # A machine with one GPU runs all jobs too: most of them train on the host.
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "FLEETX_SHARE_GPUS": "1", **(env or {})},
     )
     if check and done.returncode:
         raise AssertionError(f"the job ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")

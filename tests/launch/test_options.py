@@ -98,6 +98,17 @@ def test_a_number_of_workers_by_what_the_machine_has(monkeypatch):
     assert parse(["--gpus", "1", "--nproc_per_node", "gpu", SCRIPT]).workers == 1
 
 
+def test_more_workers_than_gpus_must_be_asked_for(monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.delenv("FLEETX_SHARE_GPUS", raising=False)
+    three = ["--nproc_per_node", "3", SCRIPT]
+    assert "more workers than this machine has GPUs (2): each worker needs its own. Lower it," in refused(three, capsys)
+    monkeypatch.setenv("FLEETX_SHARE_GPUS", "2")
+    assert "FLEETX_SHARE_GPUS must be 1, to let workers share GPUs, or 0, got '2'." in refused(three, capsys)
+    monkeypatch.setenv("FLEETX_SHARE_GPUS", "1")
+    assert parse(three).workers == 3
+
+
 def test_a_program_that_is_no_python_is_run_as_it_is():
     options = parse(["--no-python", "sh", "-c", "true"])
     assert options.command == ["--no_python", "sh", "-c", "true"]

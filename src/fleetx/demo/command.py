@@ -12,6 +12,7 @@ from fleetx.applications import digits
 from fleetx.applications.resnet_small import SmallResnet
 from fleetx.console import open_console, reopen_closed_streams
 from fleetx.demo.settings import CHECKPOINTS, WEIGHTS, Settings
+from fleetx.launch.devices import on_host
 from fleetx.launch.run import launch
 from fleetx.results import command_line
 from fleetx.runs import new_run_folder, require_room
@@ -75,7 +76,7 @@ def start(folder: Path, workers: int) -> int:
         console.print(f"starting {workers} worker{'s' if workers > 1 else ''}; Ctrl-C saves and ends", markup=False)
         # The launcher's blocks of arguments and environments are the guide's, and belong to `fleetrun`.
         with contextlib.redirect_stdout(io.StringIO()):
-            code = launch(["-m", "fleetx.demo.job", str(folder)], workers=workers)
+            code = launch(["-m", "fleetx.demo.job", str(folder)], workers=workers, environment=on_host(workers))
     except KeyboardInterrupt:  # before the launcher listens
         code = 128 + signal.SIGINT
     if code in _STOPPED and not (folder / WEIGHTS).exists() and not list((folder / CHECKPOINTS).glob("save-*")):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from fleetx.comm import beats, world
 from fleetx.fleet.slurm import slurm_environment
+from fleetx.own_gpu import own_gpu
 
 _started_here = False
 
@@ -36,7 +37,7 @@ def init(is_collective: bool = True, *, backend: str | None = None, adopt: bool 
     if not _is_launched(os.environ):
         return
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(own_gpu(os.environ, torch.cuda.device_count()))
     beats.expect(True)  # one that does not come keeps all others waiting here
     dist.init_process_group(backend)
     beats.expect(False)

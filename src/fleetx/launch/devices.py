@@ -31,6 +31,11 @@ class Devices:
         return ",".join(self.names)
 
 
+def on_host(workers: int) -> dict[str, str]:
+    """What workers that train without GPUs must see, wherever they run."""
+    return Devices(("cpu",) * workers).environment()
+
+
 def parse_devices(text: str) -> Devices:
     """Read `0,1` or `cpu,cpu`, and check that the devices are there."""
     names = tuple(name.strip() for name in text.split(","))

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import os
 import re
 import shutil
 import sys
@@ -15,6 +16,7 @@ from fleetx.cores import cores
 from fleetx.launch.devices import Devices, parse_devices
 from fleetx.launch.network import LOOPBACK, is_here
 from fleetx.launch.worker import PROGRAM
+from fleetx.own_gpu import SHARE, may_share
 
 DEFAULT_PORT = 6170
 # Shown by the guide, for parameter servers and heterogeneous jobs. They have no meaning here.
@@ -190,12 +192,19 @@ def _workers(
         return cores().usable, Devices(("cpu",) * cores().usable)
     if asked == "auto" and not gpus:
         return cores().usable, None
-    if isinstance(asked, int) and gpus and asked > gpus:
+    if isinstance(asked, int) and gpus and asked > gpus and not _may_share(parser):
         parser.error(
             f"--nproc_per_node {asked} asks for more workers than this machine has GPUs ({gpus}): each worker needs "
-            "its own. Lower it, or run on the host with --devices cpu,cpu,..."
+            f"its own. Lower it, run on the host with --devices cpu,cpu,..., or set {SHARE}=1 to let them share."
         )
     return (asked if isinstance(asked, int) else gpus or 1), None
+
+
+def _may_share(parser: argparse.ArgumentParser) -> bool:
+    try:
+        return may_share(os.environ)
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def _remedy(option: str, parser: argparse.ArgumentParser) -> str:
