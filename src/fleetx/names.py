@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fleetx.wrapped_names import unwrapped_orders
+
 KINDS = (
     "bias",
     "norm",
@@ -89,8 +91,9 @@ def displacement(saved: Order, here: Order) -> str | None:
     """How the order of saved parameters differs from the order here; None if it does not.
 
     A state dict says whose momentum it holds by places alone. A saved name that is unknown here is a model that was
-    renamed, and no other order.
+    renamed, and no other order. One that was wrapped (DistributedDataParallel, compile) is none of these.
     """
+    saved, here = unwrapped_orders(saved, here)
     known = {name for names in here for name in names}
     for number, (theirs, own) in enumerate(zip(saved, here, strict=False)):
         for index, (there, name) in enumerate(zip(theirs, own, strict=False)):

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from fleetx.numbers import LOW_PRECISION
 from fleetx.slicing import map_tensors
 from fleetx.strategy import AmpConfigs
+from fleetx.wrapped_names import modules_called
 
 _CASTABLE = (torch.float32, *LOW_PRECISION)
 
@@ -208,7 +209,8 @@ def _named_modules(model: nn.Module, patterns: Sequence[str], setting: str) -> l
     modules = dict(model.named_modules())
     found: dict[int, nn.Module] = {}
     for pattern in patterns:
-        matched = [module for name, module in modules.items() if name and fnmatchcase(name, pattern)]
+        called = modules_called(pattern, modules, lambda name, asked: bool(name) and fnmatchcase(name, asked))
+        matched = [modules[name] for name in called]
         if not matched:
             near = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.4)
             raise ValueError(

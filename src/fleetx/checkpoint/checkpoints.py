@@ -219,6 +219,7 @@ def _run(model: Any, optimizer: Any, loader: Any, also: Mapping[str, Any] | None
     for name, module in models.items():
         if not isinstance(module, nn.Module):
             raise TypeError(f"model= takes nn.Modules, and {name!r} is a {type(module).__name__}.")
+    models = {name: _unwrapped(module) for name, module in models.items()}
     for kind, things in (("optimizer", optimizers), ("loader", loaders), ("also", others)):
         for name, thing in things.items():
             _require_stateful(kind, name, thing)
@@ -230,6 +231,17 @@ def _run(model: Any, optimizer: Any, loader: Any, also: Mapping[str, Any] | None
         if isinstance(only, DistributedOptimizer):
             start = WindowStart(only, models, loaders)
     return Run(models, optimizers, loaders, others, start)
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model that others wrapped: what is saved of it fits with and without them."""
+    while True:
+        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):  # the result of torch.compile
+            model = inner
+        else:
+            return model
 
 
 def _named(kind: str, things: Any) -> dict[str, Any]:

@@ -11,6 +11,9 @@ from torch import nn
 
 from fleetx.memory.dear import KINDS
 from fleetx.memory.states import Segment
+from fleetx.wrapped_names import modules_called
+
+_GLOB = re.compile(r"[*?]")
 
 
 @dataclass(eq=False)
@@ -45,7 +48,7 @@ def find_cuts(model: nn.Module, segments: Sequence[Segment]) -> Cuts:
                     f"the output of {name!r} is named twice: by {segment.until!r} and before. Name it once."
                 )
             _add_ancestors(cuts, name, modules)
-            if name == segment.until:
+            if not _GLOB.search(segment.until):
                 cuts.expected.add(name)
             if ":" in name:
                 cuts.operations[name] = replace(segment, until=name)
@@ -67,7 +70,7 @@ def find_cuts(model: nn.Module, segments: Sequence[Segment]) -> Cuts:
 def _matched(pattern: str, modules: dict[str, nn.Module]) -> list[str]:
     """The outputs that a segment's `until` names."""
     owner, colon, _ = pattern.partition(":")
-    matched = [name for name in modules if matches(name, owner) and (name or colon)]
+    matched = modules_called(owner, modules, lambda name, asked: bool(name or colon) and matches(name, asked))
     if not matched:
         raise ValueError(_unknown(owner, modules))
     called = [name for name in matched if _is_called(modules[name])]
@@ -135,7 +138,7 @@ def _dear_modules(segments: Sequence[Segment], modules: dict[str, nn.Module], cu
 
 def _dear_matched(pattern: str, segment: Segment, modules: dict[str, nn.Module], cuts: Cuts) -> list[str]:
     """The modules that a name in a segment's `dear` means; refused if nothing would ever be saved for it."""
-    matched = [name for name in modules if name and matches(name, pattern)]
+    matched = modules_called(pattern, modules, lambda name, asked: bool(name) and matches(name, asked))
     if not matched:
         raise ValueError(
             f"Segment.dear names kinds of operations ({', '.join(KINDS)}) or modules, and {pattern!r} is neither"

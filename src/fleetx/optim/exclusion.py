@@ -2,17 +2,19 @@
 
 A pattern takes a parameter if it is one of its kinds (``bias``, ``batch_norm``; Fleet's ``.b_0`` means
 ``bias``), or if it fits its qualified name: the whole name when the pattern is a glob, any part of it
-otherwise, which is Fleet's rule. A pattern that takes nothing is an error, because nobody writes one on
-purpose; only a kind may take nothing, since one list of kinds serves many models, and ``*``, which is everything.
+otherwise, which is Fleet's rule. What a wrapper puts before all names (``module.``) counts in neither. A
+pattern that takes nothing is an error, because nobody writes one on purpose; only a kind may take nothing,
+since one list of kinds serves many models, and ``*``, which is everything.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher, get_close_matches
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
 from fleetx.notices import tell_once
+from fleetx.wrapped_names import unwrapped, unwrapped_pattern
 
 if TYPE_CHECKING:
     from fleetx.names import ParameterInfo
@@ -55,12 +57,13 @@ def exclude(
     if not patterns:
         return Exclusion((False,) * len(parameters), {})
     named = _all_named(patterns, parameters, setting)
+    plain = {pattern: unwrapped_pattern(pattern, [parameter.name for parameter in named]) for pattern in patterns}
     taken = {}
     for pattern in patterns:
-        taken[pattern] = tuple(parameter.name for parameter in named if takes(pattern, parameter, known_kinds))
+        taken[pattern] = tuple(parameter.name for parameter in named if takes(plain[pattern], parameter, known_kinds))
         if not taken[pattern] and pattern != EVERYTHING:
             _explain_nothing_taken(pattern, named, known_kinds, setting)
-    mask = tuple(any(takes(pattern, parameter, known_kinds) for pattern in patterns) for parameter in named)
+    mask = tuple(any(takes(pattern, parameter, known_kinds) for pattern in plain.values()) for parameter in named)
     _tell_of_other_norms(taken, named, mask, setting)
     return Exclusion(mask, taken)
 
@@ -100,7 +103,8 @@ def _all_named(
             "have none: give the optimizer model.named_parameters() instead of model.parameters(), or call "
             "fleetx.names.record(model) before (fleet.distributed_model does it)."
         )
-    return named
+    plain = unwrapped([parameter.name for parameter in named])
+    return [replace(parameter, name=name) for parameter, name in zip(named, plain, strict=True)]
 
 
 def _nameless(number: int) -> "ParameterInfo":
