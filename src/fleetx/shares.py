@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fleetx.comm import world
+from fleetx.comm import beats, world
 from fleetx.numbers import Number
 from fleetx.step import weigh
 
@@ -39,7 +39,8 @@ class Shares:
             summed = torch.empty(len(self._totals), dtype=torch.float64, device=device)
             for position, total in enumerate(self._totals):
                 summed[position] = total
-            self._work = dist.all_reduce(summed, async_op=True)
+            with beats.waiting():
+                self._work = dist.all_reduce(summed, async_op=True)
             self._totals = list(summed.unbind())
 
     def total(self, name: str) -> Tensor:
@@ -81,7 +82,8 @@ class Shares:
 
     def _wait(self) -> None:
         if self._work is not None:
-            self._work.wait()
+            with beats.waiting():
+                self._work.wait()
             self._work = None
 
 

@@ -6,6 +6,7 @@ Workers that fleetrun must end sleep for ten minutes: longer than `start` and `R
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from fleetx.comm.stopping import SILENT_WINDOWS
+from tests.jobs.running import STUBBORN
 from tests.jobs.starting import ROOT, start
 from tests.waiting import GUARD, wait_for
 
@@ -49,16 +51,6 @@ if fleet.worker_index() == 0:
     os.kill(os.getpid(), signal.SIGKILL)
 time.sleep(600)
 """
-
-
-@pytest.fixture
-def script(tmp_path):
-    def write(text):
-        path = tmp_path / "script.py"
-        path.write_text(text)
-        return path
-
-    return write
 
 
 @pytest.mark.middle
@@ -175,18 +167,6 @@ def test_a_signal_is_named(script):
     assert "fleetrun: worker 0 was ended by SIGKILL (host " in done.stderr
 
 
-STUBBORN = """
-import os, signal, sys, time
-for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, signal.SIG_IGN)
-child = os.fork()
-if child == 0:
-    os.setpgid(0, os.getpgid(os.getppid()))
-    time.sleep(600)
-open(sys.argv[1] + os.environ["RANK"], "w").write(f"{os.getpid()} {child}")
-time.sleep(600)
-"""
-
 POLITE = """
 import os, sys, time
 open(sys.argv[1] + os.environ["RANK"], "w").write(f"{os.getpid()}")
@@ -195,60 +175,6 @@ time.sleep(600)
 
 
 ASKED_TO_LEAVE = "the workers are asked to save and leave"
-
-
-class Running:
-    """A job that is alive, whose workers write their process ids."""
-
-    def __init__(self, path, folder, *options, **environment):
-        command = [sys.executable, "-m", "fleetx.launch", "--nproc_per_node", "2", "--log_dir", str(folder / "log")]
-        command += ["--stop_timeout", "600", *options, str(path), str(folder / "pid")]
-        self.files = [folder / "pid0", folder / "pid1"]
-        self.output = folder / "errors.txt"
-        with self.output.open("w") as errors:
-            self.launcher = subprocess.Popen(
-                command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=errors, env=os.environ | environment
-            )
-
-    @property
-    def errors(self):
-        return self.output.read_text()
-
-    def wait_for_workers(self):
-        wait_for(lambda: all(file.exists() and file.read_text() for file in self.files), "process ids of all workers")
-
-    def wait_until_said(self, words):
-        wait_for(lambda: words in self.errors, f"{words!r} of the launcher")
-
-    def end(self):
-        return self.launcher.wait(GUARD)
-
-    def wait_for_the_end_of_all(self):
-        """Of the workers and of what they have started; processes that wait to be reaped are gone."""
-        pids = [int(pid) for file in self.files for pid in file.read_text().split()]
-        wait_for(lambda: not any(is_alive(pid) for pid in pids), "end of all processes")
-
-
-@pytest.fixture
-def running(tmp_path):
-    """Makes a `Running`, and leaves nothing of it behind."""
-    jobs = []
-
-    def begin(*args, **environment):
-        jobs.append(Running(args[0], tmp_path, *args[1:], **environment))
-        return jobs[0]
-
-    yield begin
-    for job in jobs:
-        job.launcher.kill()
-        job.launcher.wait()
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_ctrl_c_ends_the_workers(script, running):
@@ -440,6 +366,75 @@ def test_a_worker_that_hangs_before_its_first_step_is_named(script, place, worke
     assert said.startswith(f"fleetrun: {stuck} made no progress: {reason}")
     assert "the limit is 10 s (--start_timeout); its process is sleeping, in File " in said
     assert "script.py" in said
+
+
+STANDS_STILL = """
+import os, sys, time
+import torch
+import fleetx as X
+from fleetx import fleet
+fleet.init()
+place, folder, rank = sys.argv[1], sys.argv[2], int(os.environ["RANK"])
+model = fleet.distributed_model(torch.nn.Linear(2, 2))
+optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+step = X.Step(model, optimizer, compute=lambda model, batch: model(batch).sum())
+checkpoints = X.Checkpoints(folder, model=model, optimizer=optimizer)
+def train():
+    if place == "minimize":
+        optimizer.minimize(model(torch.ones(2)).sum())
+    else:
+        step(torch.ones(4, 2))
+train()
+def read():
+    while rank == 1:  # worker 0 has the same number of steps, and comes first
+        time.sleep(1)
+if place == "another thread":  # waits, and the main one does not go on
+    checkpoints.save(1, asynchronous=rank == 1)
+    if rank == 1:
+        checkpoints.save(2, asynchronous=True)
+    read()
+    train()
+elif place == "asynchronous":
+    checkpoints.save(1, asynchronous=True)
+    read()
+    checkpoints.wait()
+    train()
+else:
+    read()
+    if place in ("minimize", "Step"):
+        train()
+    elif place == "save":
+        checkpoints.save(1)
+    elif place == "evenly":
+        list(fleet.evenly([1, 2]))
+    elif place == "barrier":
+        fleet.barrier_worker()
+    elif place == "agreement":
+        fleet.distributed_model(torch.nn.Linear(2, 2))
+    elif place == "own message":
+        torch.distributed.all_reduce(torch.ones(1))
+"""
+
+
+@pytest.mark.middle
+@pytest.mark.parametrize(
+    "place",
+    [
+        "Step",
+        "minimize",
+        *(
+            pytest.param(place, marks=pytest.mark.full)
+            for place in ("save", "asynchronous", "another thread", "evenly", "barrier", "agreement", "own message")
+        ),
+    ],
+)
+def test_of_workers_that_stand_still_it_is_not_one_that_waits_for_the_others(script, tmp_path, place):
+    options = ["--progress_timeout", "10"]
+    done = start(script(STANDS_STILL), place, tmp_path / "saved", workers=2, check=False, options=options)
+    assert done.returncode == 124
+    said = done.stderr.rstrip().splitlines()[-1]
+    assert said.startswith("fleetrun: worker 1 made no progress: no step for "), done.stderr
+    assert re.search(r'its process is sleeping, in File ".*script\.py", line \d+ in read \(host ', said)
 
 
 ASKED = """

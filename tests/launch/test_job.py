@@ -1,6 +1,6 @@
 import pytest
 
-from fleetx.comm.beats import Beat, BeatReader, Manner, _Beats
+from fleetx.comm.beats import Beat, BeatReader, Manner, Wait, _Beats
 from fleetx.launch.ending import Ending, root_cause
 from fleetx.launch.job import _may_ask_yet, ended_by_force, explain
 
@@ -71,6 +71,8 @@ def test_what_a_worker_notes_reaches_the_launcher(tmp_path):
     worker.expect(True)
     worker.note_signal(15)
     worker.note_manner(Manner.NEVER_ASKS)
+    with worker.waiting():
+        assert reader.read(1) == Beat(2, True, 15, Manner.NEVER_ASKS, Wait.FOR_OTHERS)
     assert reader.read(1) == Beat(2, True, 15, Manner.NEVER_ASKS)
     assert reader.read(0) == reader.read(2) == Beat()
     reader.reset()

@@ -1,10 +1,13 @@
-from fleetx.comm.beats import Beat
-from fleetx.launch.progress import Progress, Stall, culprits, misses_the_start, stuck_ending
-from fleetx.launch.stacks import Stack, main_thread
+import time
 
-WAITING = Stack(['File "/x/site-packages/torch/distributed/distributed_c10d.py", line 1 in all_reduce'])
-OURS = Stack(['File "/x/src/fleetx/comm/reducer.py", line 170 in _receive', 'File "a.py", line 1 in <module>'])
-JOINING = Stack([*WAITING.lines, 'File "/x/src/fleetx/fleet/job.py", line 41 in init', 'File "a.py", line 3'])
+import torch.distributed as dist
+
+from fleetx.comm.beats import Beat, Wait
+from fleetx.launch.progress import Progress, Stall, culprits, misses_the_start, stuck_ending
+from fleetx.launch.stacks import Stack, main_thread, read_stack
+from tests.waiting import GUARD
+
+SENDING = Stack(['File "/x/torch/distributed/distributed_c10d.py", line 1 in all_reduce'], in_message=True)
 READING = Stack(['File "/x/data.py", line 7 in read'])
 
 
@@ -34,25 +37,43 @@ def test_a_first_step_that_is_due_has_a_limit_of_its_own():
 
 
 def test_the_one_that_does_not_wait_for_others_keeps_them_waiting():
-    assert culprits(beats(5, 5, 5), {0: WAITING, 1: READING, 2: OURS}) == [1]
-    assert culprits(beats(6, 5, 6), {0: WAITING, 1: OURS, 2: OURS}) == [1]
-    assert culprits(beats(6, 0), {0: WAITING, 1: READING}) == [1]
-    assert culprits(beats(5, 5), {0: WAITING, 1: OURS}) == [0, 1]
-    assert culprits(beats(5, 4), {0: Stack(WAITING.lines, stopped=True), 1: READING}) == [0]
+    anywhere = dict.fromkeys(range(3), READING)
+    assert culprits(beats(5, 5, 5, waiting=(0, 2)), anywhere) == [1]
+    assert culprits(beats(6, 5, 6, waiting=(0, 1, 2)), anywhere) == [1]
+    assert culprits(beats(0, 6, 6, waiting=(1, 2)), anywhere) == [0]
+    assert culprits(beats(5, 5, 5, waiting=(0, 1, 2)), anywhere) == [0, 1, 2]
+    assert culprits(beats(5, 5, 5, waiting=(0,)), anywhere | {2: SENDING}) == [1]
+    assert culprits(beats(5, 4, waiting=(0,)), {0: Stack(stopped=True), 1: READING}) == [0]
+
+
+def test_to_begin_or_to_end_waiting_is_no_step():
+    progress = Progress(limit=10)
+    progress.note({0: Beat(1)}, now=0)
+    progress.note({0: Beat(1, wait=Wait.FOR_OTHERS)}, now=9)
+    assert progress.stalled([0], now=11) == {0: Stall(11, 10)}
 
 
 def test_a_worker_that_others_wait_for_in_init_has_not_joined_them():
-    stacks = {0: JOINING, 1: READING}
-    assert misses_the_start(1, beats(0, 0), stacks)
-    assert not misses_the_start(0, beats(0, 0), stacks)
-    assert not misses_the_start(1, beats(0, 0), {0: WAITING, 1: READING})
+    joining = {0: Beat(wait=Wait.TO_JOIN), 1: Beat()}
+    assert misses_the_start(1, joining)
+    assert not misses_the_start(0, joining)
+    assert not misses_the_start(1, beats(0, 0, waiting=(0,)))
     assert str(Stall(31, 30, is_start=True, is_missed=True)) == (
         "it has not joined the others, who have waited for 31 s in fleet.init(), the limit is 30 s (--start_timeout)"
     )
 
 
-def beats(*counts):
-    return {rank: Beat(count) for rank, count in enumerate(counts)}
+def beats(*counts, waiting=()):
+    return {
+        rank: Beat(count, wait=Wait.FOR_OTHERS if rank in waiting else Wait.NONE) for rank, count in enumerate(counts)
+    }
+
+
+def test_a_message_that_a_script_sends_by_itself_is_known_by_where_torch_is(tmp_path):
+    dump = tmp_path / "stack"
+    for file, known in ((dist.distributed_c10d.__file__, True), ("/x/torch/distributed/mine.py", False)):
+        dump.write_text(f'Current thread 0x8f (most recent call first):\n  File "{file}", line 2 in all_reduce\n')
+        assert read_stack(dump, None, stopped=False, end=time.monotonic() + GUARD).in_message == known
 
 
 def test_it_is_described_with_limit_state_and_place():

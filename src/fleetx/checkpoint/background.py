@@ -6,7 +6,10 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Generic, TypeVar
+
+from fleetx.comm import beats
 
 Result = TypeVar("Result")
 # Seconds. A program that failed must end, since others wait for that; and a draft does no harm.
@@ -43,7 +46,8 @@ class Background(Generic[Result]):
         """The result of the task in progress, None if there is none; raises what went wrong in it, once."""
         if self._thread is None:
             return None
-        self._thread.join()
+        while self._thread.is_alive():
+            self._join()
         self._thread = None
         atexit.unregister(self.end)
         error, result = self._error, self._result
@@ -52,13 +56,19 @@ class Background(Generic[Result]):
             raise error
         return result
 
+    def _join(self) -> None:
+        """For a moment: meanwhile this thread waits for other workers, if the task does."""
+        assert self._thread is not None
+        with beats.waiting() if self._waited() else nullcontext():
+            self._thread.join(0.1)
+
     def end(self) -> None:
         """Wait at the end of the program, and tell of an error that nobody asked for."""
         if self._thread is None:
             return
         failed = getattr(sys, "last_value", None) is not None
         while self._thread.is_alive() and not (failed and self._waited() > _PATIENCE):
-            self._thread.join(0.1)
+            self._join()
         if self._thread.is_alive():
             logging.getLogger("fleetx").error("an asynchronous save was given up, because the program failed.")
             sys.stdout.flush()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fleetx.checkpoint.errors import CheckpointError
-from fleetx.comm import world
+from fleetx.comm import beats, world
 
 
 class Workers:
@@ -27,7 +27,8 @@ class Workers:
         self._group: Any = None
         self._asked: float | None = None
         if self.size > 1:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+            with beats.waiting():
+                self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
 
     def exchange(self, value: Any) -> list[Any]:
         """What each worker says, in the order of their numbers."""
@@ -68,6 +69,7 @@ class Workers:
         """Let the first worker act for all; its result or its error is everybody's."""
         return self.each(action if self.rank == 0 else lambda: None)[0]
 
+    @beats.waiting()
     def _all_gather(self, text: bytes) -> list[bytes]:
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(lengths, torch.tensor([len(text)]), group=self._group)

@@ -7,9 +7,10 @@ from itertools import zip_longest
 import torch
 import torch.distributed as dist
 
-from fleetx.comm import sharing, world
+from fleetx.comm import beats, sharing, world
 
 
+@beats.waiting()
 def require_agreement(lines: Sequence[str], device: torch.device, what: str) -> None:
     """Raise on all workers if the lines differ on any of them from those of worker 0. All workers must call it."""
     if world.size() == 1:

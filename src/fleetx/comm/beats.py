@@ -1,7 +1,7 @@
 """How far each worker has come: a page of memory that workers write into and their launcher reads.
 
-Beside the count of its steps each worker notes there whether its first step is due, which signal it got, and whether
-its script asks to be told about signals.
+Beside the count of its steps each worker notes there whether its first step is due, which signal it got, whether its
+script asks to be told about signals, and whether it waits for the others just now.
 
 A beat costs well under a microsecond, needs no thread, and reaches the launcher even if it comes from a process that is
 killed right after it.
@@ -11,13 +11,16 @@ import enum
 import mmap
 import os
 import struct
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 FILE = "FLEETX_BEATS"
-_SLOT = struct.Struct("=QBBB5x")
+_SLOT = struct.Struct("=QBBBB4x")
 _COUNT, _FLAG = struct.Struct("=Q"), struct.Struct("=B")
-_DUE, _SIGNAL, _MANNER = (_COUNT.size + place for place in range(3))
+_DUE, _SIGNAL, _MANNER, _WAIT = (_COUNT.size + place for place in range(4))
 
 
 class Manner(enum.IntEnum):
@@ -29,6 +32,14 @@ class Manner(enum.IntEnum):
     NEVER_ASKS = 3
 
 
+class Wait(enum.IntEnum):
+    """Whether a worker can go on by itself."""
+
+    NONE = 0
+    FOR_OTHERS = 1
+    TO_JOIN = 2  # in fleet.init(), for others too
+
+
 class Beat(NamedTuple):
     """What a worker has noted."""
 
@@ -36,6 +47,7 @@ class Beat(NamedTuple):
     due: bool = False  # whether the first is
     signal: int = 0  # that asked it to leave
     manner: int = Manner.UNKNOWN
+    wait: int = Wait.NONE
 
 
 class BeatReader:
@@ -49,8 +61,8 @@ class BeatReader:
 
     def read(self, slot: int) -> Beat:
         """What this worker has noted."""
-        count, due, number, manner = _SLOT.unpack_from(self._page, slot * _SLOT.size)
-        return Beat(count, bool(due), number, manner)
+        count, due, number, manner, wait = _SLOT.unpack_from(self._page, slot * _SLOT.size)
+        return Beat(count, bool(due), number, manner, wait)
 
     def reset(self) -> None:
         """A new attempt counts anew."""
@@ -68,6 +80,7 @@ class _Beats:
         self._page: mmap.mmap | None = None
         self._place = 0
         self._count = 0
+        self._wait = Wait.NONE
 
     def open(self, place: str) -> None:
         slot, _, path = place.partition(":")
@@ -89,6 +102,23 @@ class _Beats:
     def note_manner(self, manner: Manner) -> None:
         self._note(_MANNER, manner)
 
+    @contextmanager
+    def waiting(self, wait: Wait = Wait.FOR_OTHERS) -> Generator[None]:
+        """Around whatever lasts until other workers come to the same place; also a decorator.
+
+        Only of the main thread: a save in the background may wait for the others while training does not.
+        """
+        if self._page is None or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before, self._wait = self._wait, wait
+        self._note(_WAIT, wait)
+        try:
+            yield
+        finally:
+            self._wait = before
+            self._note(_WAIT, before)
+
     def _note(self, place: int, flag: int) -> None:
         if self._page is not None:
             _FLAG.pack_into(self._page, self._place + place, flag)
@@ -99,6 +129,7 @@ beat = _beats.beat
 expect = _beats.expect
 note_signal = _beats.note_signal
 note_manner = _beats.note_manner
+waiting = _beats.waiting
 
 
 def open_from_environment() -> None:

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fleetx.comm import world
+from fleetx.comm import beats, world
 from fleetx.comm.agreement import require_agreement
 
 
@@ -17,7 +17,8 @@ def broadcast_module(module: nn.Module) -> None:
     lines = [f"{name} {tuple(t.shape)} {t.stride()} {t.dtype} {t.requires_grad}" for name, t in tensors.items()]
     device = next(iter(tensors.values())).device if tensors else torch.device("cpu")
     require_agreement(lines, device, "their models")
-    for tensor in tensors.values():
-        message = tensor.detach().contiguous()
-        dist.broadcast(message, src=0)
-        tensor.detach().copy_(message)
+    with beats.waiting():
+        for tensor in tensors.values():
+            message = tensor.detach().contiguous()
+            dist.broadcast(message, src=0)
+            tensor.detach().copy_(message)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fleetx.comm import world
+from fleetx.comm import beats, world
 from fleetx.names import label
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -59,14 +59,17 @@ class ParameterGuard:
         sums = torch.stack([checksum(parameter) for parameter in parameters])
         whole = (sums * _multipliers(len(sums), sums.device)).sum()
         pair = torch.stack([whole, ~whole])  # the least of the complements is that of the greatest
-        dist.all_reduce(pair, op=dist.ReduceOp.MAX)
-        if pair[0].item() != (~pair[1]).item():
+        with beats.waiting():
+            dist.all_reduce(pair, op=dist.ReduceOp.MAX)
+            greatest, complement = pair.tolist()
+        if greatest != ~complement:
             self._name_the_different(parameters, sums)
 
     def _name_the_different(self, parameters: list[Tensor], sums: Tensor) -> None:
         gathered = [torch.empty_like(sums) for _ in range(world.size())]
-        dist.all_gather(gathered, sums)
-        table = torch.stack(gathered).cpu()
+        with beats.waiting():
+            dist.all_gather(gathered, sums)
+            table = torch.stack(gathered).cpu()
         usual = table.mode(dim=0).values
         workers = [rank for rank in range(len(table)) if not table[rank].equal(usual)]
         differing = [index for index in range(len(parameters)) if not bool((table[:, index] == usual[index]).all())]

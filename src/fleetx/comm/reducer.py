@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fleetx.comm import beats
 from fleetx.comm.buckets import MIB, lay_out
 from fleetx.names import label, position
 
@@ -91,11 +92,13 @@ class Reducer:
                 self._collect(index)
             self._send(bucket)
         self._next = len(self._buckets)
-        for bucket in self._buckets:
-            self._receive(bucket)
-        self._hand_out()
+        with beats.waiting():
+            for bucket in self._buckets:
+                self._receive(bucket)
+            self._hand_out()
         return list(self._tail[: self.extras].unbind())
 
+    @beats.waiting()
     def announce(self, place: int) -> list[Tensor]:
         """Take part in a window with nothing but a 1 as its extra at `place`; gives the sums of all extras.
 
@@ -205,7 +208,8 @@ class Reducer:
         if bucket.wire is not None:
             # Dividing first keeps the sum of many workers inside fp16's range.
             message = bucket.wire.copy_(bucket.buffer.div_(dist.get_world_size()))
-        bucket.work = dist.all_reduce(message, async_op=True)
+        with beats.waiting():  # NCCL connects the workers when the first message is sent
+            bucket.work = dist.all_reduce(message, async_op=True)
         self.messages += 1
 
     def _receive(self, bucket: _Bucket) -> None:

@@ -6,7 +6,7 @@ All workers must call these together; a worker alone answers itself.
 import torch
 import torch.distributed as dist
 
-from fleetx.comm import world
+from fleetx.comm import beats, world
 
 
 def any_worker(flag: bool, device: torch.device) -> bool:
@@ -24,6 +24,7 @@ def least(number: int, device: torch.device) -> int:
     return _reduced(number, device, dist.ReduceOp.MIN) if world.size() > 1 else number
 
 
+@beats.waiting()
 def from_first(text: str, device: torch.device) -> str:
     """What the first worker says; what the others say is not heard."""
     return from_worker(0, text, device)
@@ -43,6 +44,7 @@ def from_worker(rank: int, text: str, device: torch.device) -> str:
     return bytes(letters.tolist()).decode()
 
 
+@beats.waiting()
 def _reduced(number: int, device: torch.device, operation: dist.ReduceOp.RedOpType) -> int:
     shared = torch.tensor([number], dtype=torch.int64, device=device)
     dist.all_reduce(shared, op=operation)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fleetx.comm import beats, world
+from fleetx.comm.beats import Wait
 from fleetx.fleet.slurm import slurm_environment
 from fleetx.own_gpu import own_gpu
 
@@ -39,7 +40,8 @@ def init(is_collective: bool = True, *, backend: str | None = None, adopt: bool 
     if torch.cuda.is_available():
         torch.cuda.set_device(own_gpu(os.environ, torch.cuda.device_count()))
     beats.expect(True)  # one that does not come keeps all others waiting here
-    dist.init_process_group(backend)
+    with beats.waiting(Wait.TO_JOIN):
+        dist.init_process_group(backend)
     beats.expect(False)
     _started_here = True
     atexit.register(shutdown)
@@ -88,6 +90,7 @@ def is_first_worker() -> bool:
     return world.rank() == 0
 
 
+@beats.waiting()
 def barrier_worker() -> None:
     """Wait until all workers are here."""
     if world.size() > 1:

@@ -6,7 +6,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from fleetx.comm import beats, stopping, world
+from fleetx.comm import beats, sharing, stopping, world
 
 T = TypeVar("T")
 
@@ -59,9 +59,7 @@ def _all_have_one(mine: bool) -> bool:
     beats.beat()
     if world.size() == 1:
         return mine
-    answer = torch.tensor([int(mine)], device=_device())
-    dist.all_reduce(answer, op=dist.ReduceOp.MIN)
-    return bool(answer.item())
+    return bool(sharing.least(int(mine), _device()))
 
 
 def _device() -> torch.device:

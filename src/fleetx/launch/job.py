@@ -232,9 +232,7 @@ class Job:
         hosts = {rank: crew.settings.host for crew in self.roster.crews for rank in crew.ranks}
         longest = max(stalled.values())
         stalls = {
-            rank: longest._replace(is_missed=True)
-            if misses_the_start(rank, beats, stacks)
-            else stalled.get(rank, longest)
+            rank: longest._replace(is_missed=True) if misses_the_start(rank, beats) else stalled.get(rank, longest)
             for rank in culprits(beats, stacks)
         }
         return [

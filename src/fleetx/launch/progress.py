@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from fleetx.comm.beats import Beat
+from fleetx.comm.beats import Beat, Wait
 from fleetx.launch.ending import STUCK, Ending
 from fleetx.launch.stacks import Stack
 
@@ -27,7 +27,7 @@ class Stall(NamedTuple):
 
 
 class Progress:
-    """Remembers when each worker's beat last changed. A limit of 0 is none.
+    """Remembers when each worker last made a step. A limit of 0 is none.
 
     `limit` is that of workers that have made a step, `start_limit` that of workers whose first one is due. Others are
     left alone: who reads data before there is a model may take any time, and some scripts never train.
@@ -40,7 +40,7 @@ class Progress:
     def note(self, beats: Mapping[int, Beat], now: float) -> None:
         """Take in the latest beats."""
         for rank, beat in beats.items():
-            if rank not in self._seen or self._seen[rank][0] != beat:
+            if rank not in self._seen or _steps(self._seen[rank][0]) != _steps(beat):
                 self._seen[rank] = (beat, now)
 
     def stalled(self, ranks: Iterable[int], now: float) -> dict[int, Stall]:
@@ -55,22 +55,29 @@ class Progress:
         return Stall(seconds, self.start_limit if beat.due else 0.0, is_start=True)
 
 
+def _steps(beat: Beat) -> tuple[int, bool]:
+    return beat.count, beat.due
+
+
 def culprits(beats: Mapping[int, Beat], stacks: Mapping[int, Stack]) -> list[int]:
-    """Who keeps the others waiting: when one worker stands still, soon all of them do."""
+    """Who keeps the others waiting: when one worker stands still, soon all of them do.
+
+    Workers note when they wait. Only messages that a script sends by itself are known by the stack.
+    """
     ranks = sorted(stacks)
     stopped = [rank for rank in ranks if stacks[rank].stopped]
     if stopped:
         return stopped
-    at_work = [rank for rank in ranks if not stacks[rank].waits_for_others]
+    at_work = [rank for rank in ranks if not (beats[rank].wait or stacks[rank].in_message)]
     if at_work:
         ranks = at_work
     least = min(beats[rank].count for rank in ranks)
     return [rank for rank in ranks if beats[rank].count == least]
 
 
-def misses_the_start(rank: int, beats: Mapping[int, Beat], stacks: Mapping[int, Stack]) -> bool:
+def misses_the_start(rank: int, beats: Mapping[int, Beat]) -> bool:
     """Whether others are in `fleet.init()`, and this worker has not come that far."""
-    joining = [other for other, stack in stacks.items() if stack.is_joining]
+    joining = [other for other, beat in beats.items() if beat.wait == Wait.TO_JOIN]
     return bool(joining) and rank not in joining and beats[rank].count == 0
 
 

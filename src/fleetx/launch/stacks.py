@@ -1,16 +1,17 @@
 """Where a worker is: its Python stack, written by itself when the launcher asks, and its state in the kernel."""
 
+import os
 import re
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch.distributed
+
 _MOST_LINES = 25
-# Frames of the main thread that mean "waits for the other workers".
-_WAITING = re.compile(r"[/\\]torch[/\\]distributed[/\\]|[/\\]fleetx[/\\]comm[/\\](reducer|agreement|broadcast)\.py")
-# The frame of a worker that joins the others.
-_JOINING = re.compile(r'[/\\]fleetx[/\\]fleet[/\\]job\.py", line \d+ in init')
+# Where torch sends the messages that a script sends by itself.
+_TORCH_SENDS = f'File "{Path(torch.distributed.__file__).parent}{os.sep}'
 # Frames that are the same in every worker, and those of imports.
 _MACHINERY = re.compile(r'"<frozen |[/\\]fleetx[/\\]launch[/\\]')
 
@@ -22,20 +23,11 @@ class Stack:
     lines: list[str] = field(default_factory=list)
     stopped: bool = False
     state: str = ""
-
-    @property
-    def waits_for_others(self) -> bool:
-        """Whether it is in the middle of a message between workers."""
-        return any(_WAITING.search(line) for line in self.lines[:3])
-
-    @property
-    def is_joining(self) -> bool:
-        """Whether it is in `fleet.init()`, where all workers meet."""
-        return any(_JOINING.search(line) for line in self.lines)
+    in_message: bool = False  # of the script's own, of which FleetX knows nothing
 
     def as_message(self) -> dict[str, Any]:
         """As plain values."""
-        return {"lines": self.lines, "stopped": self.stopped, "state": self.state}
+        return asdict(self)
 
 
 def read_stack(path: Path, pid: int | None, stopped: bool, end: float) -> Stack:
@@ -46,7 +38,8 @@ def read_stack(path: Path, pid: int | None, stopped: bool, end: float) -> Stack:
         if _complete(text):
             break
         time.sleep(0.01)
-    return Stack(main_thread(text), stopped, state_of(pid))
+    lines = main_thread(text)
+    return Stack(lines, stopped, state_of(pid), bool(lines) and lines[0].startswith(_TORCH_SENDS))
 
 
 def main_thread(text: str) -> list[str]:

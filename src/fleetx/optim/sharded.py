@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fleetx.comm import beats
 from fleetx.optim.foreach import Tensors, norms
 
 Part = tuple[Any, int]  # a mesh, and one of its dimensions
@@ -63,7 +64,8 @@ def all_norms(lists: Sequence[tuple[Sequence[Tensor], Tensors]]) -> list[Tensor]
     for parts, places in cut.items():
         squares = torch.stack([entries[number][index] for number, index in places]).square_()
         for mesh, dimension in parts:
-            dist.all_reduce(squares, group=mesh.get_group(dimension))
+            with beats.waiting():
+                dist.all_reduce(squares, group=mesh.get_group(dimension))
         for value, (number, index) in zip(squares.sqrt_().unbind(), places, strict=True):
             entries[number][index] = value
     return [torch.stack(own).to(vector.dtype) for own, vector in zip(entries, found, strict=True)]
