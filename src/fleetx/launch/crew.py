@@ -25,12 +25,15 @@ from fleetx.launch.logs import Relay, WorkerLog
 from fleetx.launch.nursery import MOST_BYTES, Orders
 from fleetx.launch.oom import OutOfMemory
 from fleetx.launch.output import TROUBLE
+from fleetx.launch.parting import adopt_orphans, children, end_children
 from fleetx.launch.readable import readable
 from fleetx.launch.say import LaunchError, say, show
 from fleetx.launch.secret import VARIABLE
 from fleetx.launch.stacks import Stack, is_stopped, read_stack
 
 CONSOLE_NAME = "[worker 0] "
+# Seconds that the nursery has to end all workers; if it cannot, the kernel does when it is killed.
+_OBEYS = 10.0
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,9 @@ class Crew:
         self._nursery: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._is_ready = False
+        self._is_stopped = False
+        self._killed_at: float | None = None
+        self._not_ours: set[int] = set()  # children that this process had before
         self._living: dict[int, _Living] = {}
         self._relay: Relay | None = None
         self._attempt: Attempt | None = None
@@ -100,6 +106,7 @@ class Crew:
         if self._nursery is None:
             self._start_nursery()
         self._attempt = attempt
+        self._killed_at = None
         self._beats.reset()
         if attempt.number == 0:
             show(f"{boxes.envs_box(worker.fleet_environment(self._environment(attempt, 0)))}\n", sys.stdout)
@@ -117,6 +124,7 @@ class Crew:
 
     def kill(self) -> None:
         """End the workers and all they have started, at once."""
+        self._killed_at = self._killed_at or time.monotonic()
         self._end_with(signal.SIGKILL, group=True)
 
     def beats(self) -> dict[int, Beat]:
@@ -146,6 +154,9 @@ class Crew:
     def poll(self, wait: float) -> list[Ending]:
         """Who has ended; looks for at most `wait` seconds."""
         endings = []
+        self._let_nursery_go_on()
+        if self._killed_at is not None and self._nursery and time.monotonic() - self._killed_at > _OBEYS:
+            self._nursery.kill()
         if self._socket is not None and readable([self._socket], wait):
             endings = self._receive(self._socket)
         elif self._socket is None:
@@ -167,8 +178,12 @@ class Crew:
             self._socket.close()  # the nursery then ends the workers, and itself
             self._socket = None
         if self._nursery is not None:
-            self._nursery.wait()
-            self._nursery = None
+            self._let_nursery_go_on()
+            try:
+                self._nursery.wait(_OBEYS)
+            except subprocess.TimeoutExpired:
+                self._nursery.kill()
+            self._bury_nursery(self._nursery)
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
@@ -203,6 +218,8 @@ class Crew:
         environment.pop(VARIABLE, None)  # of no use to workers, also where this job has not asked for it
         # Workers that each start a thread per core would fight over the cores.
         environment.setdefault("OMP_NUM_THREADS", str(cores().share(self.settings.workers)))
+        self._not_ours = children()
+        adopt_orphans()
         # Worth its time where more than one worker is going to be made.
         warm = ["warm"] if self.settings.warm and not self.settings.fresh else []
         try:
@@ -279,6 +296,7 @@ class Crew:
     def _tell(self, message: dict[str, Any]) -> None:
         if self._socket is None:
             return
+        self._let_nursery_go_on()
         data = json.dumps(message).encode()
         assert len(data) < MOST_BYTES
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # noticed when reading
@@ -337,17 +355,32 @@ class Crew:
     def _lost_nursery(self) -> list[Ending]:
         """The process that starts workers is gone, and the kernel has ended the workers with it."""
         assert self._nursery is not None
-        code = self._nursery.wait()
-        self._nursery = None
+        code = self._bury_nursery(self._nursery)
         if self._socket is not None:
             self._socket.close()
         self._socket = None
-        for pid in [living.pid for living in self._living.values() if living.pid is not None]:
-            # What workers have started does not die with them, and nobody else is left to end it.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
         now = time.monotonic()
         return [self._ended(rank, code if code else -signal.SIGKILL, now) for rank in self.ranks]
+
+    def _bury_nursery(self, nursery: subprocess.Popen[bytes]) -> int:
+        """Wait for its end, and end what it has left, which is ours now; gives its exit code."""
+        code = nursery.wait()
+        self._nursery = None
+        if left := end_children(self._not_ours):
+            numbers = ", ".join(map(str, sorted(left)))
+            say(f"of what the workers had started, these processes could not be ended: {numbers}. End them yourself.")
+        adopt_orphans(False)
+        return code
+
+    def _let_nursery_go_on(self) -> None:
+        """One that somebody has stopped obeys nothing, and tells of no end."""
+        if self._nursery is None:
+            return
+        was_stopped, self._is_stopped = self._is_stopped, is_stopped(self._nursery.pid)
+        if self._is_stopped and not was_stopped:
+            say("the process that starts the workers was stopped (SIGSTOP or a debugger): it is told to go on.")
+        if self._is_stopped:
+            self._nursery.send_signal(signal.SIGCONT)
 
     def _tell_of_lost_lines(self) -> None:
         """Once: a disk that is full is no reason to end a job, and somebody should know."""

@@ -5,8 +5,8 @@ all. The process does nothing but import, fork and report, has no threads of its
 there is nothing that a fork could break.
 
 The launcher and the nursery talk over a socket pair in JSON. When the launcher is gone, however it went, the socket
-closes and the nursery ends all workers with everything they have started; when the nursery is gone, the kernel ends
-the workers.
+closes and the nursery ends all workers with everything they have started; if it was stopped (SIGSTOP), the kernel lets
+it go on for that. When the nursery is gone, the kernel ends the workers, and the launcher what they have started.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from typing import Any
 
 from fleetx.launch import worker
 from fleetx.launch.output import TROUBLE, note_trouble
-from fleetx.launch.parting import adopt_orphans, die_with_parent, live_on
+from fleetx.launch.parting import adopt_orphans, die_with_parent, end_children, go_on_without_parent
 
 MOST_BYTES = 1 << 20
 # What a terminal or a batch system sends to all: the launcher gets it, and passes it on.
@@ -59,9 +59,6 @@ class _Brood:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, number) if group else os.kill(pid, number)
 
-    def kill_all(self) -> None:
-        self.signal(signal.SIGKILL, list(self.ranks.values()), group=True)
-
 
 def main() -> None:
     """Serve the launcher at the other end of the socket whose number is the first argument."""
@@ -78,7 +75,7 @@ def main() -> None:
 
 def serve(launcher: socket.socket) -> Orders | None:
     """Fork workers as told. Returns the orders in each new worker, and None here when the launcher is gone."""
-    live_on()  # from here on the end of the launcher is noticed by its socket, and the workers are ended properly
+    go_on_without_parent()  # from here on its end is noticed by the socket, and the workers are ended properly
     adopt_orphans()
     woken = _wake_on_child()
     brood = _Brood()
@@ -91,7 +88,7 @@ def serve(launcher: socket.socket) -> Orders | None:
         if launcher in readable:
             message = launcher.recv(MOST_BYTES)
             if not message:
-                brood.kill_all()
+                end_children()
                 return None
             told = json.loads(message)
             if "signal" in told:
@@ -195,6 +192,8 @@ def _report_ended(launcher: socket.socket, brood: _Brood) -> None:
         # What the worker has started goes with it: it may hold locks, ports and memory.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
+        if not brood.ranks:
+            end_children()  # what has left its group too
         code = os.waitstatus_to_exitcode(status)
         _send(launcher, {"ended": rank, "pid": pid, "code": code, "time": time.monotonic()})
 
