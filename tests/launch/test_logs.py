@@ -1,4 +1,7 @@
 import io
+import tracemalloc
+
+import pytest
 
 from fleetx.launch.logs import Relay, WorkerLog, last_lines
 
@@ -43,9 +46,47 @@ def test_of_a_bar_that_redraws_its_line_the_last_state_is_shown(tmp_path):
     log = WorkerLog(tmp_path, 0, "")
     console = io.StringIO()
     relay = Relay(log, "", console)
-    log.path.write_bytes(b"10%\r50%\r100%\nnot utf-8: \xff\n")
+    log.path.write_bytes(b"10%\r50%\r100%\nnot utf-8: \xff\nof another system\r\n10%\r")
     relay.pump()
-    assert console.getvalue() == "100%\nnot utf-8: \ufffd\n"
+    assert console.getvalue() == "100%\nnot utf-8: \ufffd\nof another system\n"
+    assert log.end()[-2:] == ["of another system", "10%"]
+    with log.path.open("ab") as file:
+        file.write(b"20%\r" * 10_000)
+    relay.pump()
+    assert relay._rest == b"20%\r"
+    relay.pump(whole=False)
+    assert console.getvalue().endswith("system\n20%\n")
+
+
+class Counting(io.StringIO):
+    """A console that remembers how much was shown, and how much of it at once."""
+
+    shown = most = lines = 0
+
+    def write(self, text):
+        self.shown += len(text)
+        self.lines += text.count("\n")
+        self.most = max(self.most, len(text))
+        return len(text)
+
+
+@pytest.mark.parametrize("line", [b"x" * (1 << 20), b"x" * 1023 + b"\n"], ids=["one line", "many lines"])
+def test_a_worker_that_prints_without_end_takes_no_memory_of_the_launcher(tmp_path, line):
+    log = WorkerLog(tmp_path, 0, "")
+    console = Counting()
+    relay = Relay(log, "", console)
+    size = 16 << 20
+    log.path.write_bytes(line * (size // len(line)))
+    tracemalloc.start()
+    try:
+        relay.pump()
+        assert 0 < console.shown < size // 2  # the launcher has other things to do
+        relay.pump(whole=False)
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+    assert console.shown == size + (0 if b"\n" in line else console.lines)
+    assert console.most < 1 << 20
 
 
 def test_the_end_of_a_log_has_the_whole_traceback():

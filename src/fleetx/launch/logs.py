@@ -13,6 +13,9 @@ _TRACEBACK = "Traceback (most recent call last):"
 _MOST_LINES = 20
 _MOST_TRACEBACK = 80
 _MOST_BYTES = 1 << 18
+# Of one line that is shown, and of what is shown at once: the launcher has other things to do meanwhile.
+_LONGEST_LINE = 1 << 16
+_MOST_AT_ONCE = 1 << 22
 
 
 def require_folder(folder: Path) -> None:
@@ -58,7 +61,7 @@ class WorkerLog:
 
 def last_lines(text: str) -> list[str]:
     """The end of a log: some lines, or all of the last traceback and a few lines before it."""
-    lines = [line.rpartition("\r")[2] for line in text.rstrip().split("\n")] if text.strip() else []
+    lines = [_last_state(line) for line in text.rstrip().split("\n")] if text.strip() else []
     lines = lines[-_MOST_TRACEBACK:]
     # The first of them, since an error may stand below those that led to it.
     traces = [index for index, line in enumerate(lines) if line.endswith(_TRACEBACK)]
@@ -74,20 +77,32 @@ class Relay:
         self._rest = b""
 
     def pump(self, whole: bool = True) -> None:
-        """Show what is new; `whole=False` also a last line that has no end yet."""
+        """Show what is new, or a part of much; `whole=False` all of it, and a last line that has no end yet."""
         if not self._path.is_file():  # a link to a device, which may have no end
             return
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._place)
-                new = file.read()
-        except OSError:
-            return
-        self._place += len(new)
-        *lines, self._rest = (self._rest + new).split(b"\n")
+        with contextlib.suppress(OSError), self._path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(self._place)
+            # Where it ends now: a worker may write faster than a console shows.
+            end = min(size, self._place + _MOST_AT_ONCE) if whole else size
+            while self._place < end and (new := file.read(min(_MOST_BYTES, end - self._place))):
+                self._place += len(new)
+                self._show_lines(new)
         if not whole and self._rest:
-            lines, self._rest = [*lines, self._rest], b""
+            self._show_lines(b"\n")
+
+    def _show_lines(self, new: bytes) -> None:
+        *lines, rest = (self._rest + new).split(b"\n")
+        rest = rest[rest.rfind(b"\r", 0, -1) + 1 :]  # a bar may redraw one line for ever
+        while len(rest) > _LONGEST_LINE:
+            lines.append(rest[:_LONGEST_LINE])
+            rest = rest[_LONGEST_LINE:]
+        self._rest = rest
         if lines:
-            # A bar redraws its line after a carriage return: the last state of it is what counts.
-            texts = [line.decode("utf-8", errors="replace").rpartition("\r")[2] for line in lines]
+            texts = [_last_state(line.decode("utf-8", errors="replace")) for line in lines]
             show("".join(f"{self._name}{text}\n" for text in texts), self._console)
+
+
+def _last_state(line: str) -> str:
+    """A bar redraws its line after a carriage return: the last state of it is what counts."""
+    return line.rstrip("\r").rpartition("\r")[2]

@@ -27,6 +27,8 @@ STACK = "FLEETX_STACK"
 PROGRAM = "--no_python"
 # A real-time signal: scripts and batch systems use SIGUSR1 and SIGUSR2 for themselves.
 STACK_SIGNAL = signal.SIGRTMIN + 5
+# Of an error's message, the log has all of it.
+_LONGEST_MESSAGE = 10_000
 
 
 def fleet_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -66,7 +68,7 @@ def run(command: Sequence[str]) -> None:
         _leave_word(report, process, {"code": code if isinstance(code, int) else 1})
         raise
     except Exception as error:
-        _leave_word(report, process, {"type": type(error).__name__, "message": str(error)})
+        _leave_word(report, process, {"type": type(error).__name__, "message": str(error)[:_LONGEST_MESSAGE]})
         # Only the script's own part: how it was started is nobody's error.
         own = error.with_traceback(_own_part(error.__traceback__))
         # As Python has it: exit functions can tell by it that the program has failed.
