@@ -27,17 +27,17 @@ run: $(VENV)/.ready
 test: lint
 	$(BIN)/pytest $(TWO)
 
-test-middle: $(VENV)/.ready
+test-middle: $(VENV)/.trainers
 	$(BIN)/pytest $(TWO) -m "middle and not full and not gpu"
 
 # One part of twelve, another one for each commit.
 test-shard: $(VENV)/.ready
 	$(BIN)/pytest tests $(TWO) -m "full and not gpu" --shard "$$(git rev-parse HEAD)"
 
-test-full: lint
+test-full: lint $(VENV)/.trainers
 	$(BIN)/python -m tests.runs full
 
-test-load: $(VENV)/.ready
+test-load: $(VENV)/.trainers
 	$(BIN)/python -m tests.runs load
 
 chaos: $(VENV)/.ready
@@ -70,4 +70,10 @@ $(VENV)/.ready: pyproject.toml requirements/run.txt requirements/dev.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --requirement requirements/dev.txt
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# Other libraries, which some tests of the middle tier train in.
+$(VENV)/.trainers: $(VENV)/.ready requirements/trainers.txt
+	@echo "Installing transformers, accelerate and lightning into $(VENV) (up to a minute) ..."
+	$(BIN)/pip install --quiet --requirement requirements/trainers.txt
 	@touch $@
