@@ -21,6 +21,11 @@ def tell_once(topic: str, message: str) -> None:
         logging.getLogger("fleetx").warning(message)
 
 
+def is_quiet() -> bool:
+    """Whether nothing is to be told now."""
+    return _is_quiet.get()
+
+
 @contextmanager
 def quiet() -> Generator[None]:
     """Inside, nothing is told, and nothing counts as told: where FleetX looks at a model in a way nobody trains it."""

@@ -19,7 +19,7 @@ def told(caplog, monkeypatch):
 
 
 def test_compiled_like_the_compiled_plain_step(told):
-    """A compilation for each set of fetched outputs, one more for other batch sizes, and none after that."""
+    """A compilation for each set of fetched outputs, one more for sizes that vary, and none after that."""
     main, exe = program(compile=True), static.Executor()
     counted = []
     for size in (6, 4, 5, 3):
@@ -32,6 +32,9 @@ def test_compiled_like_the_compiled_plain_step(told):
     assert output.shape == (6, 10)
     assert exe.compilations(main) == 5
     assert told() == [
+        "a feed of another size ran without being compiled (images float64 (4, 6), labels int64 (4,)), as a short last "
+        "batch does: it takes less time than compiling again. If such feeds come one after the other, or often, the "
+        "program is compiled for any size.",
         "the program has been compiled again (3 graphs so far): the forward, because of images float64 (6, 6) → "
         "float64 (4, 6), labels int64 (6,) → int64 (4,). A size that has changed is free from now on, but for 1.",
         "the program has been compiled again (5 graphs so far): the forward, because the fetch list asks for the "
@@ -48,15 +51,32 @@ def test_compiled_like_the_compiled_plain_step(told):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_a_shorter_last_batch_compiles_once_more_however_many_epochs(told):
+def test_a_shorter_last_batch_compiles_nothing_and_counts_as_it_did(told):
+    """However many epochs follow; its loss, gradients and update are those of the plain loop."""
     main, exe = program(compile=True), static.Executor()
+    reference = fleet.distributed_model(Classifier(), strategy := merging())
+    optimizer = fleet.distributed_optimizer(sgd(reference.parameters()), strategy)
     counted = []
     for _ in range(3):
         for feed in (*feeds(3), *feeds(1, 2)):
-            exe.run(main, feed, ["loss"])
+            loss, gradient = exe.run(main, feed, ["loss", "net.head.weight@GRAD"])
+            expected = reference(**tensors(feed))["loss"]
+            np.testing.assert_allclose(loss, expected.detach().numpy(), rtol=1e-12)
+            optimizer.minimize(expected)
+        assert gradient is not None
         counted.append(exe.compilations(main))
-    assert counted == [3, 4, 4]  # in the second epoch the update with momentum
-    assert len(told()) == 1
+    assert counted == [2, 3, 3]  # in the second epoch the update with momentum
+    assert [message[:52] for message in told()] == ["a feed of another size ran without being compiled (i"]
+    for ours, theirs in zip(main.model.state_dict().values(), reference.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_outputs_of_a_shorter_last_batch_are_fetched():
+    main, exe = program(compile=True), static.Executor()
+    for feed in (*feeds(2), *feeds(1, 2)):
+        (output,) = exe.run(main, feed, ["net.first"])
+    assert output.shape == (2, 10)
+    assert exe.compilations(main) == 1
 
 
 def test_alternating_sizes_do_not_compile_for_ever(told):

@@ -85,7 +85,7 @@ class BoundProgram:
             self.forwards = self.planned.forwards(batch)
         evaluating = _evaluating(self.model) if self.optimizer is None else nullcontext()
         # What is fetched stays hooked until the update is done: a segment that is repeated must find itself unchanged.
-        with evaluating, self.forwards.fetching(outputs) as taps:
+        with evaluating, self.forwards.fetching(outputs, batch) as taps:
             with self.log.forward(outputs, batch):
                 total, losses = self._forward(batch, fetches)
             values: dict[Fetch, Any] = {Fetch("output", name): value for name, value in taps.items()}

@@ -1,15 +1,19 @@
 """Compilations of a model's forward, one for each set of outputs that are fetched."""
 
-from collections.abc import Generator
+from collections import defaultdict
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fleetx import memory
 from fleetx.apart import compiled_apart
+from fleetx.notices import tell_once
+from fleetx.static.feeding import described
 from fleetx.static.fetching import OutputTaps
+from fleetx.static.passing import Sizes
 
 
 class CompiledForwards:
@@ -24,23 +28,39 @@ class CompiledForwards:
         self.enabled = enabled
         self.mode = mode
         self._forwards: dict[tuple[str, ...], Any] = {}
+        self._sizes: defaultdict[tuple[str, ...], Sizes] = defaultdict(Sizes)
 
     @contextmanager
-    def fetching(self, outputs: tuple[str, ...]) -> Generator[dict[str, Any]]:
-        """Inside, calling the model also notes these outputs; it uses their own compilation."""
+    def fetching(self, outputs: tuple[str, ...], batch: Mapping[str, Tensor]) -> Generator[dict[str, Any]]:
+        """Inside, calling the model also notes these outputs; it uses their own compilation.
+
+        A batch of a passing size runs eagerly: to compile for it would take longer than it ever saves.
+        """
         taps = OutputTaps(self.model, outputs)
         before = self.model.__dict__.get("forward")
-        if self.enabled:
+        compiles = self.enabled and not self._is_passing(outputs, batch)
+        if compiles:
             # The instance's forward, so that hooks around the model, such as autocast, stay outside of the graph.
             self.model.forward = self._compiled(outputs)
         try:
             yield taps.outputs
         finally:
-            if self.enabled:
+            if compiles:
                 del self.model.forward
                 if before is not None:  # somebody had given this very object a forward of its own
                     self.model.forward = before
             taps.remove()
+
+    def _is_passing(self, outputs: tuple[str, ...], batch: Mapping[str, Tensor]) -> bool:
+        passing = self._sizes[outputs].is_passing(batch)
+        if passing:
+            tell_once(
+                f"passing-{id(self)}",
+                f"a feed of another size ran without being compiled ({described(batch)}), as a short last batch does: "
+                "it takes less time than compiling again. If such feeds come one after the other, or often, the "
+                "program is compiled for any size.",
+            )
+        return passing
 
     def _compiled(self, outputs: tuple[str, ...]) -> Any:
         if outputs not in self._forwards:
@@ -56,7 +76,7 @@ class CompiledSegments:
         self.compilations = applied.compile(mode=mode)
 
     @contextmanager
-    def fetching(self, outputs: tuple[str, ...]) -> Generator[dict[str, Any]]:
+    def fetching(self, outputs: tuple[str, ...], _batch: Mapping[str, Tensor]) -> Generator[dict[str, Any]]:
         """Inside, calling the model also notes these outputs."""
         taps = OutputTaps(self.model, outputs)
         self.compilations.variant = outputs

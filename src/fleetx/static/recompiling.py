@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from fleetx.notices import tell_once
+from fleetx.static.announcing import announcing
 from fleetx.static.compiling import graphs_so_far
 from fleetx.static.feeding import kinds
 
@@ -30,9 +31,13 @@ class CompilationLog:
     @contextmanager
     def forward(self, outputs: tuple[str, ...], batch: Mapping[str, Tensor]) -> Generator[None]:
         """Around one forward."""
-        before = graphs_so_far() if self._enabled else 0
-        yield
-        if self._enabled and (added := graphs_so_far() - before):
+        if not self._enabled:
+            yield
+            return
+        before = graphs_so_far()
+        with announcing("the forward"):
+            yield
+        if added := graphs_so_far() - before:
             self.graphs += added
             facts = self._circumstances(batch)
             if self._facts:
@@ -42,9 +47,13 @@ class CompilationLog:
     @contextmanager
     def update(self) -> Generator[None]:
         """Around one backward, and the update if it ends its window."""
-        before = graphs_so_far() if self._enabled else 0
-        yield
-        if self._enabled and (added := graphs_so_far() - before):
+        if not self._enabled:
+            yield
+            return
+        before = graphs_so_far()
+        with announcing("backward and update"):
+            yield
+        if added := graphs_so_far() - before:
             self.graphs += added
             self._updates += 1
             if self._updates > EXPECTED_UPDATES:
