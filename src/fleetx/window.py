@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -183,7 +183,7 @@ class Window:
         self.weighing = Weighing()
         self.losses: list[Tensor] = []
         self._members: list[Tensor] = []
-        self._marks: list[tuple[int, int]] = []
+        self._marks: list[_Mark] = []
         self._names = ("loss",)
         self._has_left = False
         for tell in self.on_end if ends else ():
@@ -289,7 +289,7 @@ class Window:
                 "Do so between windows: call flush() or discard() first."
             )
         for parameter, mark in zip(self._members, self._marks, strict=True):
-            if _mark(parameter) != mark:
+            if not mark.fits(parameter):
                 raise RuntimeError(
                     f"the gradient of {label(parameter)} was changed outside of the optimizer while its window held "
                     f"{self.held} micro-batches: by a backward(), zero_grad() or clipping of your own. Let minimize() "
@@ -364,10 +364,21 @@ def _others_changed(sums: list[Tensor]) -> bool:
     return sums[_FACTS.index("changed")].item() > 0 and sums[_FACTS.index("holding")].item() == 0
 
 
-def _mark(parameter: Tensor) -> tuple[int, int]:
-    """Changes whenever a gradient is replaced or written."""
+class _Mark(NamedTuple):
+    """A gradient and its version. The gradient itself: where it is freed, another may get its address and its id."""
+
+    grad: Tensor | None
+    version: int
+
+    def fits(self, parameter: Tensor) -> bool:
+        """Whether the gradient was neither replaced nor written since."""
+        grad = parameter.grad
+        return grad is self.grad and (grad is None or grad._version == self.version)
+
+
+def _mark(parameter: Tensor) -> _Mark:
     grad = parameter.grad
-    return (0, 0) if grad is None else (id(grad), grad._version)
+    return _Mark(grad, 0 if grad is None else grad._version)
 
 
 def _require_one_mind(holding: float, by_items: float, changed: float) -> None:
