@@ -53,6 +53,10 @@ def test_a_part_that_the_loss_does_not_contain_is_not_forgotten():
     ce, kl = (weight * 2).sum(), (weight * 2).square().mean()
     with pytest.raises(ValueError, match=r"'kl' carries a gradient which 'loss' does not contain. Add it.*detach"):
         named_losses({"loss": ce, "ce": ce, "kl": kl})
+    temperature = nn.Parameter(torch.ones(()))
+    with pytest.raises(ValueError, match="'penalty' carries a gradient which 'loss' does not contain"):
+        named_losses({"loss": ce * temperature, "penalty": temperature.square()})
+    assert named_losses({"loss": ce * temperature, "temperature": temperature}).trained == {"loss"}
     assert named_losses({"loss": ce, "kl": kl.detach()}).trained == {"loss"}
     assert named_losses({"loss": ce + kl, "kl": kl, "ce": ce.bfloat16()}).trained == {"loss"}
 

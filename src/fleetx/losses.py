@@ -83,7 +83,10 @@ def _require_contained(loss: Tensor, others: dict[str, Tensor]) -> None:
 
 
 def _numbers_behind(entry: Tensor) -> Iterator[Node]:
-    """The step that made this number, and those before it that it is a function of, as long as they are numbers too."""
+    """The step that made this number, and those before it that it is a function of, as long as they are numbers too.
+
+    A parameter of one number is none of them: what is a function of it alone, a penalty say, is no part of the loss.
+    """
     node = get_gradient_edge(entry).node
     while True:
         yield node
@@ -91,5 +94,5 @@ def _numbers_behind(entry: Tensor) -> Iterator[Node]:
         if len(following) != 1:
             return
         (node, output), *_ = following
-        if math.prod(node._input_metadata[output].shape) != 1:
+        if math.prod(node._input_metadata[output].shape) != 1 or type(node).__name__ == "AccumulateGrad":
             return
