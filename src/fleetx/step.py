@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fleetx import gradients
-from fleetx.amp.scaler import LossScaler
+from fleetx.amp import LossScaler, outside_autocast
 from fleetx.buffers import WindowBuffers
 from fleetx.comm import beats, world
 from fleetx.comm.guard import ParameterGuard
@@ -111,7 +111,8 @@ class TrainingStep:
         reported = [loss.value for loss in losses]
         if len(losses) > 1:  # whether it is trained may differ: a task that a micro-batch lacks may be a constant there
             reported += [loss.value.new_full((), loss.trained) for loss in losses]
-        with muted(values, [loss.count for loss in trained], self.updater.parameters()):
+        muting = muted(values, [loss.count for loss in trained], self.updater.parameters())
+        with muting, outside_autocast(objective.device):
             self.window.add(
                 objective,
                 losses=reported,
@@ -165,7 +166,8 @@ class TrainingStep:
             finite = norm.isfinite() & usable
             gradients.divide_and_clip_(merged.grads, divisor, norm, self.clip_norm)
             lr = self.updater.lr
-            self.updater.update(finite, self.buffers if self.window.held else WindowBuffers())
+            with outside_autocast(self.updater.device):
+                self.updater.update(finite, self.buffers if self.window.held else WindowBuffers())
             torch.clear_autocast_cache()  # inside the user's own autocast it holds casts of the old weights
             if self.scaler is not None:
                 self.scaler.update(found_inf=~finite)

@@ -5,7 +5,8 @@ Hooks on modules open and close a precision region around their forward; the mod
 
 import difflib
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -36,6 +37,20 @@ def _autocast_state(device: str) -> _Autocast:
 def _set_autocast(device: str, enabled: bool, dtype: torch.dtype) -> None:
     torch.set_autocast_enabled(device, enabled)
     torch.set_autocast_dtype(device, dtype)
+
+
+@contextmanager
+def outside_autocast(device: torch.device) -> Generator[None]:
+    """Around a backward or an update: an autocast of the user's own around the whole step is meant for the forward.
+
+    A backward in it would compute in low precision also what the forward had kept out of that.
+    """
+    surroundings = _autocast_state(device.type)
+    _set_autocast(surroundings.device, False, surroundings.dtype)
+    try:
+        yield
+    finally:
+        _set_autocast(*surroundings)
 
 
 class _Region:
