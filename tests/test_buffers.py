@@ -40,10 +40,11 @@ def build(request, monkeypatch):
         torch.manual_seed(0)
         strategy = fleet.DistributedStrategy(gradient_merge=True, gradient_merge_configs={"k_steps": k_steps})
         model = fleet.distributed_model(Counting(), strategy)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        optimizer = fleet.distributed_optimizer(sgd, strategy)
         if not watched:
             model._forward_pre_hooks.clear()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-        return model, fleet.distributed_optimizer(sgd, strategy)
+        return model, optimizer
 
     return built
 
@@ -123,3 +124,53 @@ def test_a_window_that_is_resumed_and_then_skipped_leaves_what_it_began_with(bui
     assert train(model, optimizer, 3).skipped
     for name in model.state_dict():
         assert torch.equal(model.state_dict()[name], before[name]), name
+
+
+def test_what_is_loaded_after_a_forward_that_was_not_trained_on_stays(build):
+    model, optimizer = build()
+    model(torch.eye(3))  # a dry run, to see shapes
+    loaded = {name: value + 1 if value.is_floating_point() else value for name, value in model.state_dict().items()}
+    model.load_state_dict(loaded)
+    assert train(model, optimizer, 3, NAN).skipped
+    assert_same(dict(model.state_dict()), loaded)
+
+
+def test_what_is_loaded_before_a_forward_that_cannot_be_seen_stays(build):
+    model, optimizer = build(watched=False)
+    train(model, optimizer, 1, 2)
+    model.norm.load_state_dict({**model.norm.state_dict(), "running_mean": torch.full((4,), 7.0)})
+    before = state(model)
+    assert train(model, optimizer, 3, NAN).skipped
+    assert_same(state(model), before)
+
+
+def test_weights_loaded_last_do_not_hide_where_a_resumed_window_began(build):
+    model, optimizer = build()
+    before = state(model)
+    train(model, optimizer, 1)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    model, optimizer = build()
+    optimizer.load_state_dict(saved[1])
+    model.load_state_dict(saved[0])
+    assert train(model, optimizer, NAN).skipped
+    for name in model.state_dict():
+        assert torch.equal(model.state_dict()[name], before[name]), name
+
+
+def test_an_expanded_buffer_is_left_alone(build):
+    model, optimizer = build()
+    model.register_buffer("one", torch.ones(1).expand(4))
+    before = state(model)
+    assert train(model, optimizer, 3, NAN).skipped
+    assert_same(state(model), before)
+
+
+def test_the_model_of_parameters_that_were_added_later_counts(build):
+    model, optimizer = build()
+    head = fleet.distributed_model(nn.BatchNorm1d(4), optimizer.strategy)
+    optimizer.add_param_group({"params": list(head.parameters())})
+    before = state(head)
+    for value in (3, NAN):
+        out = optimizer.minimize(head(model(torch.eye(3) * value)).square().sum())
+    assert out.skipped
+    assert_same(state(head), before)

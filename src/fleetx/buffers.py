@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,25 +36,37 @@ class _Kept(NamedTuple):
 class WindowBuffers:
     """Keeps the buffers of some models from the start of each window, and puts them back if it is skipped.
 
-    A window begins with the first training forward after the last one: what was loaded or estimated before that stays.
-    A forward that cannot be seen (inside of torch.compile, or of a part alone) is taken to follow the last window
-    directly.
+    A window begins with the first training forward after the last one: what was loaded or estimated before that stays,
+    and so does what is loaded after a forward that was not trained on. A forward that cannot be seen (inside of
+    torch.compile, or of a part alone) is taken to follow the last window, or what was loaded since, directly.
     """
 
     def __init__(self, models: Sequence[nn.Module] = ()) -> None:
-        self._models = [weakref.ref(model) for model in models]
+        self._models: list[weakref.ref[nn.Module]] = []
         self._kept: list[_Kept] = []
         # Of large buffers: what was seen of each, and those that have changed.
         self._seen: dict[tuple[int, str], tuple[weakref.ref[Tensor], int]] = {}
         self._changing: set[tuple[int, str]] = set()
         self._is_between = True
-        for model in models:
-            if any(True for _ in model.buffers()):
-                model.register_forward_pre_hook(_Forward(self))
-        self.keep()
+        self._is_held = False
+        # Called when the buffers are kept: a checkpoint keeps its own.
+        self.on_keep: list[Callable[[], None]] = []
+        self.watch(models)
 
     def __reduce__(self) -> Any:
         return WindowBuffers, ()  # a copy of an optimizer knows no models
+
+    def watch(self, models: Sequence[nn.Module]) -> None:
+        """Keep the buffers of these models too, from now on."""
+        known = [reference() for reference in self._models]
+        for model in [model for model in models if not any(model is one for one in known)]:
+            self._models.append(weakref.ref(model))
+            if any(True for _ in model.buffers()):
+                model.register_forward_pre_hook(_Forward(self))
+            for module in model.modules():
+                if any(True for _ in module.buffers(recurse=False)):
+                    module.register_load_state_dict_post_hook(_Loading(self))
+        self.keep()
 
     def begin(self) -> None:
         """A training forward: if it is the first of its window, the buffers are kept as they are now."""
@@ -64,12 +76,17 @@ class WindowBuffers:
 
     def note_begin(self) -> None:
         """The window holds a micro-batch: forwards from here on belong to it."""
-        self._is_between = False
+        self._is_between, self._is_held = False, True
+
+    def note_loaded(self) -> None:
+        """Buffers were loaded: what ran before that belongs to no window, unless one holds micro-batches already."""
+        if not self._is_held:
+            self.end()
 
     def end(self) -> None:
         """The window is over, and what had to be put back has been."""
         self.keep()
-        self._is_between = True
+        self._is_between, self._is_held = True, False
 
     def state_dict(self, copy: bool = True) -> list[Tensor]:
         """The buffers as they were when the window in progress began."""
@@ -78,7 +95,7 @@ class WindowBuffers:
     def load_state_dict(self, saved: Sequence[Tensor]) -> None:
         """Continue a window that began with these; without any, one begins now."""
         self.keep()
-        self._is_between = not saved
+        self._is_between, self._is_held = not saved, bool(saved)
         if [values.shape for values in saved] == [kept.values.shape for kept in self._kept]:
             pairs = zip(self._kept, saved, strict=True)
             self._kept = [kept._replace(values=values.clone().to(kept.values)) for kept, values in pairs]
@@ -89,12 +106,14 @@ class WindowBuffers:
         kinds: dict[Any, list[_Place]] = {}
         for place in self._places():
             buffer = place.buffer
-            if buffer is not None and buffer.layout == torch.strided and not buffer.is_meta and self._is_kept(place):
+            if buffer is not None and _can_be_written(buffer) and self._is_kept(place):
                 kinds.setdefault((buffer.dtype, buffer.device), []).append(place)
         self._kept = []
         for places in kinds.values():
             buffers = [buffer for place in places if (buffer := place.buffer) is not None]
             self._kept.append(_Kept(places, [buffer.shape for buffer in buffers], _joined(buffers)))
+        for tell in self.on_keep:
+            tell()
 
     @torch.no_grad()
     def restore(self, unless: Tensor | None = None) -> None:
@@ -153,9 +172,31 @@ class _Forward:
             buffers.begin()
 
 
+class _Loading:
+    """Tells of state dicts that were loaded. A copy of the model has one that tells nobody."""
+
+    def __init__(self, buffers: WindowBuffers | None = None) -> None:
+        self._buffers = None if buffers is None else weakref.ref(buffers)
+
+    def __reduce__(self) -> Any:
+        return _Loading, ()
+
+    def __call__(self, _module: nn.Module, _incompatible_keys: Any) -> None:
+        buffers = None if self._buffers is None else self._buffers()
+        if buffers is not None:
+            buffers.note_loaded()
+
+
+def _can_be_written(buffer: Tensor) -> bool:
+    """Not one without memory, nor an expanded one, whose entries share it: nothing can change these in place."""
+    if buffer.layout != torch.strided or buffer.is_meta:
+        return False
+    return not any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
+
+
 def _joined(buffers: Sequence[Tensor]) -> Tensor:
     return torch.cat([buffer.reshape(-1) for buffer in buffers])
 
 
 def _alike(buffer: Tensor, values: Tensor) -> bool:
-    return buffer.dtype == values.dtype and buffer.device == values.device
+    return buffer.dtype == values.dtype and buffer.device == values.device and _can_be_written(buffer)

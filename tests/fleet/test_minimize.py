@@ -470,6 +470,19 @@ def test_meddling_with_gradients_in_mid_window_is_noticed(meddle):
         optimizer.minimize(plain.mean_loss(net, data(1)[0]))
 
 
+def test_a_gradient_at_the_address_of_the_one_it_replaces_is_noticed():
+    net, optimizer = prepare(nn.Linear(6, 1, bias=False).double())
+    inputs = data(1)[0][0]
+    for _ in range(50):
+        optimizer.minimize(net(inputs).square().mean())
+        before, net.weight.grad = id(net.weight.grad), None
+        net.weight.grad = torch.ones_like(net.weight)
+        with pytest.raises(RuntimeError, match="was changed outside of the optimizer"):
+            optimizer.minimize(net(inputs).square().mean())
+        assert id(net.weight.grad) != before
+        optimizer.discard()
+
+
 def test_freezing_in_mid_window_is_noticed():
     net, optimizer = prepare(plain.make_net())
     optimizer.minimize(plain.mean_loss(net, data(1)[0]))
@@ -638,3 +651,44 @@ def test_casts_of_old_weights_do_not_outlive_an_update_inside_the_users_autocast
         return [parameter.detach() for parameter in net.parameters()]
 
     assert all(torch.equal(a, b) for a, b in zip(train(True), train(False), strict=True))
+
+
+@pytest.mark.parametrize("door", ["minimize", "step"])
+def test_an_autocast_around_the_whole_step_reaches_no_backward(door):
+    class Partly(nn.Module):
+        """The head stays out of low precision."""
+
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 1)
+
+        def forward(self, x):
+            hidden = self.body(x).float()
+            with torch.autocast("cpu", enabled=False):
+                return self.head(hidden.tanh())
+
+    def train(net, update):
+        x = torch.linspace(-1, 1, 48).reshape(8, 6)
+        for _ in range(3):
+            update(net, (x, x[:, :1].cos()))
+        return net
+
+    torch.manual_seed(0)
+    reference = Partly()
+    net, optimizer = prepare(copy.deepcopy(reference), k_steps=1)
+    sgd = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    step = X.Step(net, optimizer, functional.mse_loss)
+
+    def ours(net, batch):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            step(batch) if door == "step" else optimizer.minimize(functional.mse_loss(net(batch[0]), batch[1]))
+            assert torch.is_autocast_enabled("cpu")
+
+    def theirs(net, batch):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = functional.mse_loss(net(batch[0]), batch[1])
+        sgd.zero_grad()
+        loss.backward()
+        sgd.step()
+
+    assert_same(train(net, ours), train(reference, theirs), exact=True)

@@ -134,6 +134,7 @@ class DistributedOptimizer(Optimizer):
             )
         checks.require_prepared_parameters(tensors, self.strategy)
         self.inner.add_param_group({**param_group, "params": params})
+        self.engine.buffers.watch(models_of(tensors))
 
     def register_step_pre_hook(self, hook: Any) -> Any:
         """Called before each update, by the wrapped optimizer."""
