@@ -1,6 +1,6 @@
 """Moves the weights, or leaves everything as it was when the gradients are unusable."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -112,9 +112,13 @@ class Updater:
             del optimizer.grad_scale, optimizer.found_inf
 
 
-def described(optimizer: Optimizer) -> list[str]:
+def described(updater: Updater) -> list[str]:
     """Everything that must be the same on all workers for their weights to stay the same, in words."""
+    optimizer = updater.optimizer
     lines = [type(optimizer).__name__]
+    if updater.scheduler is not None:
+        known = _plain(getattr(updater.scheduler, "state_dict", dict)())
+        lines.append(f"schedule {type(updater.scheduler).__name__} with {known}")
     for number, group in enumerate(optimizer.param_groups):
         settings = sorted((name, value) for name, value in group.items() if name not in ("params", "param_names"))
         shown = ", ".join(f"{name} {_plain(value)}" for name, value in settings)
@@ -125,9 +129,14 @@ def described(optimizer: Optimizer) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
+    """The value in numbers and names; of anything else its class, since what it shows may be its address."""
     if isinstance(value, Tensor):
         return value.tolist()
-    return value if isinstance(value, bool | int | float | str | list | tuple) else type(value).__name__
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in sorted(value.items(), key=str)}
+    return value if isinstance(value, bool | int | float | str) else type(value).__name__
 
 
 def _masters_for(optimizer: Optimizer) -> MasterWeights | None:

@@ -4,9 +4,11 @@ import json
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR, MultiStepLR
 
 import fleetx as X
 from fleetx import fleet
@@ -20,12 +22,14 @@ def batch(rank, epoch, number):
     return torch.randn(4, 3, generator=generator, dtype=torch.float64)
 
 
-def build(settings=(), **options):
+def build(settings=(), amp=None, schedule=None, **options):
     torch.manual_seed(0)
     strategy = fleet.DistributedStrategy(gradient_merge=True, gradient_merge_configs={"k_steps": K_STEPS})
+    if amp is not None:
+        strategy.amp, strategy.amp_configs = True, amp
     model = fleet.distributed_model(torch.nn.Linear(3, 2).double(), strategy)
     optimizer = torch.optim.SGD(model.parameters(), **{"lr": 0.1, "momentum": 0.9, **dict(settings)})
-    return model, fleet.distributed_optimizer(optimizer, strategy, **options)
+    return model, fleet.distributed_optimizer(optimizer, strategy, schedule and schedule(optimizer), **options)
 
 
 def loss_of(model, inputs):
@@ -101,6 +105,16 @@ def trained(model, optimizer, windows):
     return None
 
 
+class Decay:
+    """A schedule's state may hold what shows its address, other on each worker."""
+
+    def __init__(self):
+        self.parts = [object()]
+
+    def __call__(self, window):
+        return 0.9**window
+
+
 def differing(rank):
     """One worker differs in a setting or in its optimizer's state: found in the first window."""
     different = rank == 1
@@ -109,7 +123,11 @@ def differing(rank):
         "momentum": trained(*build({"momentum": 0.8 if different else 0.9}), 2),
         "clip_norm": trained(*build(clip_norm=1.0 if different else 2.0), 2),
         "compare_every": trained(*build(compare_every=50 if different else 100), 2),
+        "loss scale": trained(*build(amp={"init_loss_scaling": 512.0 if different else 1024.0}), 2),
+        "no loss scale": trained(*build(amp={"dtype": "bfloat16"} if different else {}), 2),
+        "schedule": trained(*build(schedule=partial(MultiStepLR, milestones=[2 if different else 3])), 2),
     }
+    assert trained(*build(schedule=partial(LambdaLR, lr_lambda=Decay())), 2) is None
     model, optimizer = build()
     if different:
         optimizer.state[model.weight]["momentum_buffer"] = torch.ones_like(model.weight)

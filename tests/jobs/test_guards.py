@@ -66,6 +66,9 @@ def test_a_worker_that_forgets_items_in_a_later_window_is_noticed_before_the_upd
         ("momentum", "momentum 0.8"),
         ("clip_norm", "clip_norm 1.0"),
         ("compare_every", "compare_every 50"),
+        ("loss scale", "worker 0 has loss scale 1024.0"),
+        ("no loss scale", "worker 1 has no loss scale"),
+        ("schedule", "schedule MultiStepLR with "),
         ("state", "state of group 0: momentum_buffer; none"),
     ],
 )

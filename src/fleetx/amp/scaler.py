@@ -91,6 +91,12 @@ class LossScaler:
         self._good = torch.where(grows, 0, good)
         self._bad = torch.where(shrinks, 0, bad)
 
+    def described(self) -> str:
+        """Settings and state in words, so that workers can compare them."""
+        rule = f"* {self.incr_ratio} after {self.incr_every_n_steps}, * {self.decr_ratio} after "
+        rule = f"{rule}{self.decr_every_n_nan_or_inf}" if self.use_dynamic_loss_scaling else "constant"
+        return f"loss scale {self.scale} ({rule}) after {self.good_windows} good and {self.bad_windows} bad windows"
+
     def state_dict(self) -> dict[str, Any]:
         """The scale, where it began and both counts, as plain numbers."""
         return {

@@ -335,14 +335,15 @@ def _engine(
     merge = strategy.gradient_merge_configs
     k_steps = merge.k_steps if strategy.gradient_merge else 1
     average = merge.avg or not strategy.gradient_merge
+    scaler = _scaler(strategy)
     checks_made = f"nonfinite_limit {watch.limit}, compare_every {guard.every}"
-    terms = partial(_terms, f"k_steps {k_steps}, avg {average}, clip_norm {clip_norm}, {checks_made}", inner)
+    settings = f"k_steps {k_steps}, avg {average}, clip_norm {clip_norm}, {checks_made}"
     return TrainingStep(
-        window=Window(updater.parameters, _reducer_settings(strategy), terms),
+        window=Window(updater.parameters, _reducer_settings(strategy), partial(_terms, settings, updater, scaler)),
         updater=updater,
         k_steps=k_steps,
         average=average,
-        scaler=_scaler(strategy),
+        scaler=scaler,
         clip_norm=clip_norm,
         watch=watch,
         guard=guard,
@@ -350,9 +351,9 @@ def _engine(
     )
 
 
-def _terms(settings: str, inner: Optimizer) -> list[str]:
+def _terms(settings: str, updater: Updater, scaler: LossScaler | None) -> list[str]:
     """What must be the same on all workers beside the parameters, in words."""
-    return [settings, *described(inner)]
+    return [settings, "no loss scale" if scaler is None else scaler.described(), *described(updater)]
 
 
 def _mention_open_window(reference: "weakref.ref[DistributedOptimizer]") -> None:
