@@ -1,5 +1,6 @@
 """`Step` on one worker: how a batch becomes a loss, and what is reported."""
 
+import math
 from typing import NamedTuple
 
 import pytest
@@ -288,7 +289,8 @@ def test_k_steps_beyond_the_first_batch():
         ({"compute": lambda m, b: 3.0}, batch()[0], TypeError, "'loss' must be a tensor with one number, not a float"),
         ({"compute": lambda m, b: {}}, batch()[0], ValueError, "empty dict of losses"),
         ({"compute": lambda m, b: m(b).sum().detach()}, batch()[0], ValueError, "no trainable parameter"),
-        ({"items": lambda b: -3}, batch(), ValueError, "items of 'loss' must be a number of at least 0, not -3"),
+        ({"items": lambda b: -3}, batch(), ValueError, "items of 'loss' must be a finite number of at least 0, not -3"),
+        ({"items": lambda b: math.inf}, batch(), ValueError, "must be a finite number of at least 0, not inf"),
         ({"items": lambda b: torch.ones(2)}, batch(), ValueError, r"one number, not a tensor of shape \(2,\)"),
         ({"items": lambda b: {"other": 3}}, batch(), ValueError, "no items of 'loss'.*items of 'other'"),
     ],

@@ -10,6 +10,7 @@ from torch.optim import SGD, Optimizer
 from fleetx.apart import compiled_apart
 from fleetx.buffers import WindowBuffers
 from fleetx.masters import MasterWeights
+from fleetx.names import label
 from fleetx.notices import tell_once
 from fleetx.numbers import LOW_PRECISION
 from fleetx.optim import Lamb, Lars, TrustRatios
@@ -44,6 +45,7 @@ class Updater:
 
     def update(self, finite: Tensor, buffers: WindowBuffers) -> None:
         """Apply the gradients if they are `finite`, or else put the buffers back; the schedule counts either way."""
+        self._require_masters()
         if self.masters:
             self.masters.take_gradients()
         if self._skips_on_device(finite):
@@ -77,6 +79,18 @@ class Updater:
     def _step(self) -> None:
         # Looked up each time: schedules and others wrap an optimizer's step.
         (self._compiled_step or self.optimizer.step)()
+
+    def _require_masters(self) -> None:
+        """Masters stand in the groups in the place of low-precision parameters: none of these may be left there."""
+        if getattr(self.optimizer, "keeps_masters", False):
+            return
+        for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
+            if parameter.dtype in LOW_PRECISION:
+                raise RuntimeError(
+                    f"{label(parameter)} was made {parameter.dtype} after fleet.distributed_optimizer, so it has no "
+                    "fp32 master, and small updates would be lost. Convert the model before, or give "
+                    "amp_configs={'use_pure_bf16': True}."
+                )
 
     def _step_schedule(self, scheduler: Any) -> None:
         if getattr(scheduler, "last_epoch", None) != self._last_epoch:

@@ -343,7 +343,7 @@ class Window:
     def _fits(self, reducer: Reducer) -> bool:
         # A worker that holds nothing takes any losses.
         losses_fit = (self._names, len(self.losses)) == (self._reduced_names, reducer.extras - len(_FACTS))
-        return (losses_fit or not self.held) and _same(reducer.parameters, self._members)
+        return (losses_fit or not self.held) and reducer.fits(self._members)
 
     def _names_held(self, device: torch.device) -> tuple[tuple[str, ...], int]:
         """What the losses are called, and how many numbers they are; who holds none hears it from one who does."""

@@ -53,6 +53,16 @@ def test_dtypes_travel_apart_and_low_precision_in_fp32(group):
     assert half.grad.tolist() == [3.0] * 3
 
 
+def test_it_fits_its_own_parameters_as_they_are(group):
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    reducer = Reducer(list(first.parameters()), 0, ReducerSettings())
+    assert reducer.fits(list(first.parameters()))
+    assert not reducer.fits(list(second.parameters()))
+    assert not reducer.fits([first.weight])
+    assert reducer.fits(list(first.bfloat16().parameters()))  # which travel in fp32
+    assert not reducer.fits(list(first.double().parameters()))
+
+
 def test_unfused_sends_one_message_each(group):
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(5)]
     reducer, _ = reduce(parameters, sum(p.sum() for p in parameters), ReducerSettings(fuse=False))

@@ -382,6 +382,13 @@ def test_an_error_inside_the_update_does_not_leave_a_window_that_never_closes():
     assert [bool(optimizer.minimize(plain.mean_loss(net, micro))) for micro in micros[4:]] == [False] * 3 + [True]
 
 
+def test_a_model_that_is_made_low_after_its_optimizer_has_no_masters_and_is_refused():
+    net, optimizer = prepare(nn.Linear(6, 1), k_steps=1)
+    net.bfloat16()
+    with pytest.raises(RuntimeError, match="weight was made torch.bfloat16 after fleet.distributed_optimizer"):
+        optimizer.minimize(net(data(1)[0][0].bfloat16()).float().square().mean())
+
+
 def test_weights_loaded_later_are_not_lost_to_old_masters():
     torch.manual_seed(0)
     net, optimizer = prepare(nn.Linear(4, 2).bfloat16(), k_steps=1, lr=1e-3)
@@ -591,7 +598,7 @@ def test_misuse_is_explained():
     with pytest.raises(ValueError, match="no trainable parameter"):
         optimizer.minimize(loss.detach())
     for wrong in (-1, True, "many", float("nan")):
-        with pytest.raises(ValueError, match="items must be a number of at least 0"):
+        with pytest.raises(ValueError, match="items must be a finite number of at least 0"):
             optimizer.minimize(loss, items=wrong)
     optimizer.zero_grad()
     optimizer.minimize(loss)

@@ -5,6 +5,7 @@ gradients the last bucket carries a few numbers (loss, weights) and one flag per
 costs no further message: a parameter that no worker used keeps `grad = None`, exactly as in a plain run.
 """
 
+import operator
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -64,6 +65,11 @@ class Reducer:
     def bucket_count(self) -> int:
         """How many messages one window takes."""
         return len(self._buckets)
+
+    def fits(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether it was made for these very parameters, which may have been converted since."""
+        same = len(self.parameters) == len(parameters) and all(map(operator.is_, self.parameters, parameters))
+        return same and all(_merge_dtype(p) == view.dtype for p, view in zip(parameters, self._views, strict=True))
 
     @contextmanager
     def overlapping(self, extras: Sequence[Tensor | float], prescale: float | Tensor = 1.0) -> Generator[None]:

@@ -1,5 +1,6 @@
 """What a distributed optimizer refuses, and how it says so: rule, value, remedy."""
 
+import math
 from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
@@ -107,6 +108,6 @@ def as_count(items: Any, what: str = "items") -> Number:
         if items.device.type != "cpu":
             return items.reshape(())
         items = items.item()
-    if isinstance(items, bool) or not isinstance(items, Real) or not float(items) >= 0:
-        raise ValueError(f"{what} must be a number of at least 0, not {items!r}.")
+    if isinstance(items, bool) or not isinstance(items, Real) or not 0 <= float(items) < math.inf:
+        raise ValueError(f"{what} must be a finite number of at least 0, not {items!r}.")
     return int(items) if isinstance(items, Integral) else float(items)
