@@ -191,9 +191,9 @@ IMPOSSIBLE = [
 @pytest.mark.parametrize(("file", "path", "value"), IMPOSSIBLE)
 def test_a_value_that_no_save_writes_is_passed_over(copied, file, path, value):
     def change(tree):
-        *parents, last = path.split()
+        *parents, last = [int(key) if key.isdigit() else key for key in path.split()]
         for key in parents:
-            tree = tree[int(key) if key.isdigit() else key]
+            tree = tree[key]
         tree[last] = value
 
     newest = copied / "save-000002-step-8"

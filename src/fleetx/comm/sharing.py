@@ -24,12 +24,12 @@ def least(number: int, device: torch.device) -> int:
     return _reduced(number, device, dist.ReduceOp.MIN) if world.size() > 1 else number
 
 
-@beats.waiting()
 def from_first(text: str, device: torch.device) -> str:
     """What the first worker says; what the others say is not heard."""
     return from_worker(0, text, device)
 
 
+@beats.waiting()
 def from_worker(rank: int, text: str, device: torch.device) -> str:
     """What one worker says; what the others say is not heard."""
     if world.size() == 1:

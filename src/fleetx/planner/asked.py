@@ -41,6 +41,7 @@ def check(
     """Raise for whatever would otherwise fail in other words, or much later; `flags` are all that must be bools."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"fleetx.plan takes an nn.Module, not a {type(model).__name__}.")
+    inference.refuse_mode("fleetx.plan")
     inference.refuse_model(model)
     _check_compiled(model)
     _check_optimizer(optimizer)

@@ -100,14 +100,9 @@ def _require_losses(given: Any, batch: Batch) -> None:
         raise type(error)(f"{of_samples} is not a loss: {error}") from error
     if not losses.total.requires_grad:
         raise ValueError(
-            f"what loss_fn returned has no gradient, so there is no backward to plan{_gradients_are_off()}. Compute "
+            "what loss_fn returned has no gradient, so there is no backward to plan. Compute "
             "the loss from the model's output, without detach() or no_grad, and let parameters require gradients."
         )
-
-
-def _gradients_are_off() -> str:
-    """Why nothing has a gradient, where that is known; the planner itself sees to it that no_grad is not on."""
-    return ": torch.inference_mode is on, plan outside of it" if torch.is_inference_mode_enabled() else ""
 
 
 def _one_number(output: Any) -> Tensor:
@@ -116,7 +111,7 @@ def _one_number(output: Any) -> Tensor:
     if not found:
         raise ValueError(
             "the model's output has no tensor with a gradient, so there is no backward to "
-            f"plan{_gradients_are_off()}. Call model.train(), let parameters require gradients, or give a loss_fn."
+            "plan. Call model.train(), let parameters require gradients, or give a loss_fn."
         )
     return torch.stack([t.float().mean() for t in found]).sum()
 
