@@ -1,6 +1,7 @@
 """Segments that keep all that they save: once it is known that nobody needs to watch them, they run as if not cut."""
 
 import gc
+from typing import ClassVar
 
 import pytest
 import torch
@@ -523,3 +524,47 @@ def test_what_is_handed_on_asks_for_nothing(monkeypatch):
     after = applied.statistics()
     sent, brought = (after[name] - before[name] for name in ("bytes_to_host", "bytes_to_device"))
     assert brought <= sent
+
+
+class Identity(torch.autograd.Function):
+    """Notes whether what it saved is what it is given back."""
+
+    same: ClassVar[list[tuple[bool, bool, str | None]]] = []
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        ctx.x, ctx.weight = x, weight
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        Identity.same.append((x is ctx.x, weight is ctx.weight, getattr(x, "tag", None)))
+        return grad * weight, (grad * x).sum()
+
+
+class Tagged(nn.Module):
+    def __init__(self, writes):
+        super().__init__()
+        self.linear, self.weight = nn.Linear(4, 4), nn.Parameter(torch.ones(()))
+        self.writes, self.calls = writes, 0
+
+    def forward(self, x):
+        hidden = self.linear(x)
+        hidden.tag = "mine"
+        if self.writes:  # so that it is watched in each forward
+            self.calls += 1
+        return Identity.apply(hidden, self.weight)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize("others", ["everything", "inputs"])
+def test_where_everything_is_kept_a_function_is_given_its_own_tensors(writes, others):
+    model = nn.Sequential(Tagged(writes), nn.Tanh(), Tagged(writes), nn.Linear(4, 1))
+    segments = [Segment("0", save="everything"), Segment("1", save=others), Segment("2", save="everything")]
+    memory.apply(model, segments)
+    Identity.same.clear()
+    for _ in range(3):
+        model(torch.randn(2, 4)).sum().backward()
+    assert Identity.same == [(True, True, "mine")] * 6

@@ -164,7 +164,7 @@ class Run:
         else:
             self._switch_on()
             self.recorder.__exit__(None, None, None)
-        if not self.wholes.is_free or self._is_on_top():
+        if not self.wholes.is_unhooked or self._is_on_top():
             self.hooks.__exit__(None, None, None)
         if self.experience.compilations is not None:
             self.experience.compilations.uninstall(self.experience.cuts.leaves.values())
@@ -186,7 +186,7 @@ class Run:
         """
         if not self._is_told or calls_of(self.model) > 0:
             return False
-        return (self.wholes.is_free or self._is_on_top()) and (
+        return (self.wholes.is_unhooked or self._is_on_top()) and (
             self._is_off or self._is_calling or self.recorder.is_innermost
         )
 
@@ -323,6 +323,16 @@ class Run:
         if state.save != "dear" or self.experience.compilations is not None:
             return None
         return dear.Noted(_kinds(state), self.devices, _where_dear(state, self.experience), self.frame.is_checked)
+
+    def may_be_unhooked(self) -> bool:
+        """Whether the present segment keeps what a module saves, as far as is known.
+
+        A function of somebody's own may look for its own objects, and torch gives others where there are hooks. If the
+        segment ends otherwise, it keeps everything this once.
+        """
+        if self.frame.is_repeated or self.frame.state.home != "device" or self.experience.harmless is None:
+            return False  # it is not kept, or forwards go different ways
+        return self.may_be_unwatched() or (self.is_first and self._is_alone and self._is_on_top())
 
     def may_be_unwatched(self) -> bool:
         """Whether a module can run as if there were no plan, where the present segment keeps what it saves."""

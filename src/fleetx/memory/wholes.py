@@ -25,6 +25,7 @@ class Wholes:
         self._run = run
         self._experience = run.experience
         self.depth = 0  # within such modules
+        self.is_unhooked = False  # whether one runs without our hooks on what autograd saves
         self._noted: NotedLeaf | None = None  # the one that runs, to be repeated
         self._free: FreeLeaf | None = None  # or without being watched
 
@@ -32,11 +33,6 @@ class Wholes:
     def is_any_running(self) -> bool:
         """Whether somebody listens to one, or has left it alone."""
         return self._noted is not None or self._free is not None
-
-    @property
-    def is_free(self) -> bool:
-        """Whether one runs without being watched."""
-        return self._free is not None
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A module that runs as a whole begins."""
@@ -58,11 +54,15 @@ class Wholes:
         if self._free is not None:
             self._leave_free(self._free, output, failed)
             return
-        leaf = self._end_noted()
+        leaf, was_unhooked = self._end_noted(), self.is_unhooked
+        if was_unhooked and not self._rehook():
+            return
         if leaf is None or failed:
             self._run.frame.lost = "a module failed in it"  # should the container go on after that
         else:
             self._leave_noted(leaf, output)
+            if was_unhooked:
+                self._prefetch_later(leaf, output)
 
     def abandon(self) -> None:
         """The forward is over, whatever runs."""
@@ -86,6 +86,8 @@ class Wholes:
         self._noted = leaf
         if experience.compilations is None:
             leaf.enter()
+            if run.may_be_unhooked():
+                self._unhook()
         else:
             self._enter_compiled(leaf)
 
@@ -153,25 +155,41 @@ class Wholes:
         self._free = FreeLeaf(module, tensors, snapshot)
         if self._experience.compilations is not None:
             self._enter_compiled(self._free)
-        self._run.hooks.__exit__(None, None, None)
-        frame.ran_freely = True
+        self._unhook()
 
     def _leave_free(self, free: FreeLeaf, output: Any, failed: bool) -> None:
         """A module that nobody watched ends. Should it have written to something, it is watched from now on."""
-        run, experience = self._run, self._experience
+        experience = self._experience
         free.leave()
         experience.note_written(free.module, free.inputs.written())
-        if hooks_on_saved() is not None:
-            run.end(failed=True)  # it left hooks of somebody's, under which ours cannot be put any more
+        if not self._rehook():
             return
-        run.hooks.__enter__()
         self._free = None
         if failed:
             return
         if free.snapshot is not None:
             self._note_undivided(free, experience.watch.after(free.snapshot))
-        if experience.offloader is not None:
-            _prefetch_when_reached(output, free.inputs.tensors, experience.offloader, run.frame.number)
+        self._prefetch_later(free, output)
+
+    def _prefetch_later(self, leaf: Leaf, output: Any) -> None:
+        """Nobody is asked for what this module saved, so that its backward says nothing of what is needed next."""
+        offloader = self._experience.offloader
+        if offloader is not None:
+            _prefetch_when_reached(output, leaf.inputs.tensors, offloader, self._run.frame.number)
+
+    def _unhook(self) -> None:
+        """What a module saves stays as it is, and nobody is asked for it: torch gives other objects where one is."""
+        self._run.hooks.__exit__(None, None, None)
+        self.is_unhooked = self._run.frame.ran_freely = True
+
+    def _rehook(self) -> bool:
+        """After it; false if it left hooks of somebody's, under which ours cannot be put any more: the run is over."""
+        if hooks_on_saved() is not None:
+            self._run.end(failed=True)
+            return False
+        self._run.hooks.__enter__()
+        self.is_unhooked = False
+        return True
 
     # Compiled -----------------------------------------------------------------------------------------------
 
