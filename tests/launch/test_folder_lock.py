@@ -44,7 +44,7 @@ def test_a_name_that_the_last_job_left_there_blocks_nobody(tmp_path):
 
 
 @pytest.mark.parametrize("fault", ["no locks", "read-only", "a link", "no folder"])
-def test_a_file_system_that_cannot_lock_is_used_without(tmp_path, monkeypatch, fault):
+def test_a_file_system_that_cannot_lock_is_used_without_and_that_is_said(tmp_path, monkeypatch, capsys, fault):
     def fails(*_):
         raise OSError(37, "No locks available")
 
@@ -59,7 +59,8 @@ def test_a_file_system_that_cannot_lock_is_used_without(tmp_path, monkeypatch, f
     else:
         folder = tmp_path / "none"
     with locked(folder, "job a", "node1"):
-        pass
+        said = rf"fleetrun: --log_dir {re.escape(str(folder))} cannot be locked \(.+\): the logs of another job"
+        assert re.match(said, capsys.readouterr().err)
     assert fault != "a link" or (tmp_path / "other").read_text() == "kept"
 
 

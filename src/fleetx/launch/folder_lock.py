@@ -8,7 +8,7 @@ from collections.abc import Generator
 from datetime import datetime
 from pathlib import Path
 
-from fleetx.launch.say import LaunchError
+from fleetx.launch.say import LaunchError, say
 
 # Starts with a dot: it is no log.
 LOCK = ".fleetrun.lock"
@@ -22,28 +22,36 @@ def locked(folder: Path, job: str, host: str, *, is_shared: bool = False) -> Gen
     """Keep the folder for `job` while the block runs; raises if another job has it.
 
     The kernel frees the lock when this process ends, however that is. `is_shared` jobs run on several machines, which
-    may see one folder: each writes the logs of its own workers there. File systems that have no locks are used without.
+    may see one folder: each writes the logs of its own workers there. File systems that have no locks are used without,
+    which is said.
     """
-    lock = _opened(folder / LOCK)
+    lock = None
     try:
-        if lock is not None and _is_ours(lock, folder, job if is_shared else None):
-            _write(lock, f"{job}, process {os.getpid()} on {host}, since {datetime.now():%Y-%m-%d %H:%M:%S}")
+        try:
+            lock = _opened(folder / LOCK)
+            if _is_ours(lock, folder, job if is_shared else None):
+                _write(lock, f"{job}, process {os.getpid()} on {host}, since {datetime.now():%Y-%m-%d %H:%M:%S}")
+        except OSError as error:
+            say(
+                f"--log_dir {folder} cannot be locked ({error.strerror}): the logs of another job that uses it would "
+                "mix with those of this one."
+            )
         yield
     finally:
         if lock is not None:
             os.close(lock)
 
 
-def _opened(path: Path) -> int | None:
+def _opened(path: Path) -> int:
     """The lock's file; another user may have made it."""
-    for flags in (os.O_RDWR | os.O_CREAT, os.O_RDONLY):
-        with contextlib.suppress(OSError):
-            return os.open(path, flags | os.O_NOFOLLOW, 0o666)
-    return None
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    except PermissionError:
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
 
 
 def _is_ours(lock: int, folder: Path, shared_job: str | None) -> bool:
-    """Whether the lock was got; if not, the file system has none, or another machine of the same job has it."""
+    """Whether the lock was got; if not, another machine of the same job has it. An OSError where there are no locks."""
     holder = ""
     for _ in range(_TRIES):
         try:
@@ -54,8 +62,6 @@ def _is_ours(lock: int, folder: Path, shared_job: str | None) -> bool:
             if shared_job is not None and holder.startswith(f"{shared_job}, "):
                 return False
             time.sleep(_WAIT / _TRIES)
-        except OSError:
-            return False
     raise LaunchError(
         f"--log_dir {folder} is in use by another job ({holder or 'its name is not known'}), and their logs would mix: "
         "give this one a folder of its own with --log_dir, or wait for the end of the other one."
