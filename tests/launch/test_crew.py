@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -85,3 +86,21 @@ def test_a_launcher_that_is_killed_early_leaves_no_folder(tmp_path, when):
     finally:
         launcher.kill()
         launcher.wait()
+
+
+def test_a_nursery_that_does_not_end_its_workers_is_killed_so_that_the_kernel_does(monkeypatch):
+    killed = []
+    monkeypatch.setattr(crew, "is_stopped", lambda _: False)
+    ours = Crew(CrewSettings(["x.py"], 1, "here"), "127.0.0.1", None)
+    try:
+        ours._nursery, ours._is_ready = SimpleNamespace(pid=0, kill=lambda: killed.append(True)), True
+        ours.poll(0.0)
+        ours.kill()
+        ours.poll(0.0)
+        assert not killed
+        monkeypatch.setattr(crew, "_OBEYS", 0.0)
+        ours.poll(0.0)
+        assert killed
+    finally:
+        ours._nursery = None
+        ours.close()
