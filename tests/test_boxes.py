@@ -190,3 +190,14 @@ def test_a_strategy_shows_what_is_on_and_what_was_changed():
         ["fuse_grad_size_in_MB", "16"],
         ["fp16_allreduce", "True"],
     ]
+
+
+def test_a_terminal_that_is_too_narrow_gets_a_list():
+    strategy = DistributedStrategy(lars=True, lars_configs={"exclude_from_weight_decay": ["batch_norm", "bias"]})
+    assert strategy.overview(80) == str(strategy)
+    listed = strategy.overview(79).splitlines()
+    assert listed[:2] == [TITLE, "lars=True <-> lars_configs"]
+    at = listed.index("  exclude_from_weight_decay batch_norm")
+    assert listed[at + 1] == "     bias"
+    assert all(len(line) <= 40 for line in listed)
+    assert DistributedStrategy().overview(40) == f"{TITLE}\nevery feature is off"

@@ -6,7 +6,7 @@ import os
 import pytest
 from rich.console import Console
 
-from fleetx.console import JobProgress, SteadyStream, open_console
+from fleetx.console import JobProgress, SteadyStream, broken_between_words, open_console
 
 NUMBERS = "57,520/180,120 5,752/s 0:00:22"
 
@@ -109,3 +109,17 @@ def test_an_output_that_takes_nothing_is_no_error(output):
         steady = SteadyStream(stream)
         assert steady.write("lost\n") == 5
         assert steady.write("lost too\n") == 9
+
+
+def test_lines_are_broken_between_words_and_paths_stay_whole():
+    path = "/a/folder-that-is/longer-than/any/line-of-forty/columns"
+    text = f"Stopped. The run with FleetX is complete: {path}\n  pattern  12  bn.weight, bn.bias, stages.0.bn1, more"
+    assert broken_between_words(text, 40).split("\n") == [
+        "Stopped. The run with FleetX is",
+        "complete:",
+        path,
+        "  pattern  12  bn.weight, bn.bias,",
+        "  stages.0.bn1, more",
+    ]
+    box = "+====+\n|    |\n|a  b|\n\n+====+"
+    assert broken_between_words(box, 6) == box

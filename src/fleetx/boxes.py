@@ -38,6 +38,14 @@ def overview_box(title: str, sections: Sequence[Section], nothing: str = "nothin
     return "\n".join(lines)
 
 
+def overview_list(title: str, sections: Sequence[Section], nothing: str = "nothing to show") -> str:
+    """The same without a box, for terminals that are too narrow for one."""
+    lines = [title]
+    for section in sections:
+        lines += [section.header, *(f"  {key:<{len(key) or 2}} {value}" for key, value in _rows(section.rows))]
+    return "\n".join(lines if sections else [title, nothing])
+
+
 def envs_box(envs: Mapping[str, object], heads: tuple[str, str] = ("Distributed Envs", "Value")) -> str:
     """A box of two columns under their heads: what a launcher gives to a worker."""
     rows = [heads, *_rows(envs)]

@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -55,6 +56,23 @@ class SteadyStream(io.TextIOBase):
 def open_console() -> Console:
     """Open a console on stdout that takes any text and outlives its reader."""
     return Console(file=cast(IO[str], SteadyStream(sys.stdout)), highlight=False)
+
+
+def broken_between_words(text: str, width: int) -> str:
+    """The text in lines of this width; words that are longer, as paths are, stay whole."""
+    lines = []
+    for line in text.split("\n"):
+        indent = " " * (len(line) - len(line.lstrip()))
+        lines += textwrap.wrap(
+            line,
+            width,
+            subsequent_indent=indent,
+            drop_whitespace=True,
+            replace_whitespace=False,
+            break_long_words=False,
+            break_on_hyphens=False,
+        ) or [""]
+    return "\n".join(lines)
 
 
 def reopen_closed_streams() -> None:

@@ -298,8 +298,13 @@ class DistributedStrategy(Settings):
         return cls.from_toml(text, str(path))
 
     def __str__(self) -> str:
-        title, nothing = "DistributedStrategy Overview", "every feature is off"
-        return boxes.overview_box(title, list(self._sections()), nothing)
+        return self.overview()
+
+    def overview(self, width: int | None = None) -> str:
+        """The guide's box of what is on, with its settings; where that is wider than `width`, a list."""
+        shown = "DistributedStrategy Overview", list(self._sections()), "every feature is off"
+        box = boxes.overview_box(*shown)
+        return box if width is None or len(box.partition("\n")[0]) <= width else boxes.overview_list(*shown)
 
     def _sections(self) -> Iterator[boxes.Section]:
         """What the overview shows: each switch that is on with its configs, then what else was changed."""

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 
 import pytest
@@ -70,6 +71,20 @@ def test_tables_fit_into_80_columns_with_whole_paths():
     assert all(len(line) <= 80 for line in lines)
     cells = "".join(line.split("│")[2].strip() for line in lines if line.count("│") > 3)
     assert path.replace("/", "") in cells.replace("/", "")
+
+
+@pytest.mark.parametrize("width", [80, 40])
+def test_what_is_said_fits_into_the_terminal_and_commands_stay_whole(job, width):
+    job.console = Console(file=io.StringIO(), width=width, force_terminal=True, no_color=True)
+    job.say(job.strategy.overview(job.console.width))
+    job.say(what_it_shows(0.99, 359))
+    report(job, Check("merge with BatchNorm", None, "it sees 64 samples at a time, not 512: the update differs by 17%"))
+    command = f"Go on with: fleetx train --resume {'runs/' * 10}"
+    job.say(command, whole=True)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", job.console.file.getvalue()).splitlines()
+    assert command in lines
+    assert "DistributedStrategy Overview" in lines[2 if width == 80 else 0]
+    assert [line for line in lines if len(line) > width and line != command and str(job.folder) not in line] == []
 
 
 @pytest.mark.parametrize(("accuracy", "digits", "points"), [(0.99, 359, "1.1"), (1.0, 359, "0.6"), (0.9, 100, "6.0")])

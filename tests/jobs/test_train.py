@@ -97,9 +97,13 @@ def test_a_run_trains_compares_checks_and_leaves_its_folder(tmp_path):
 
 
 def interrupted(out, *options):
-    """What a run says that gets Ctrl-C after its first window, and the exit code."""
+    """What a run and its launcher say that get Ctrl-C after the first window, and the exit code."""
     with subprocess.Popen(
-        [FLEETX, "train", "--out", str(out), *options], cwd=ROOT, text=True, stdout=subprocess.PIPE
+        [FLEETX, "train", "--out", str(out), *options],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     ) as job:
         end = time.monotonic() + 120
         while not any(path.stat().st_size for path in out.glob("*/metrics.jsonl")):
@@ -107,15 +111,17 @@ def interrupted(out, *options):
             assert time.monotonic() < end
             time.sleep(0.02)
         job.send_signal(signal.SIGINT)
-        said, _ = job.communicate(timeout=120)
-    return said, job.returncode
+        said, by_launcher = job.communicate(timeout=120)
+    return said, by_launcher, job.returncode
 
 
 @pytest.mark.middle
 def test_ctrl_c_saves_and_resume_ends_with_the_bits_of_a_run_that_was_not_stopped(tmp_path):
     options = ("--epochs", "30", *SHORT)
-    said, code = interrupted(tmp_path / "stopped", *options)
+    said, by_launcher, code = interrupted(tmp_path / "stopped", *options)
     assert code == 130
+    assert "SIGINT: the workers are asked to save and leave" in by_launcher
+    assert max(len(f"^C{line}") for line in by_launcher.splitlines()) <= 80
     (folder,) = (tmp_path / "stopped").iterdir()
     assert "Stopped after update" in said
     assert f"The weights are in {folder / 'weights.safetensors'}" in said

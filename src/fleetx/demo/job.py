@@ -25,7 +25,7 @@ from fleetx.applications.digits import (
     small_batch_run,
 )
 from fleetx.checkpoint import CheckpointError
-from fleetx.console import JobProgress, open_console, reopen_closed_streams
+from fleetx.console import JobProgress, broken_between_words, open_console, reopen_closed_streams
 from fleetx.curves import MISSING, OURS, PLAIN, THIRD, Curve, draw_curves
 from fleetx.demo.checks import BATCH, CHECKS, Check, Given
 from fleetx.demo.settings import CHECKPOINTS, WEIGHTS, Settings
@@ -76,9 +76,11 @@ class Job:
         self.progress = JobProgress(_samples(settings, self.plain_runs), enabled=self.first, console=self.console)
         self._weights: Path | None = None
 
-    def say(self, text: str) -> None:
-        """One line; what is longer than the terminal is left to it, so that paths stay whole."""
+    def say(self, text: str, *, whole: bool = False) -> None:
+        """A paragraph, in a terminal broken between words; `whole`, for what is copied, leaves that to the terminal."""
         if self.first:
+            if self.console.is_terminal and not whole:
+                text = broken_between_words(text, self.console.width)
             self.console.print(text, markup=False, soft_wrap=True)
 
     def work(self) -> int:
@@ -101,7 +103,7 @@ class Job:
             if start is not None:
                 training.updates = start.step
                 self.say(str(start))
-            self.say(training.optimizer.overview())
+            self.say(training.optimizer.overview(self.console.width))
             with self.progress:
                 runs = [self._train(training, checkpoints)]
                 checks = self._check(training) if self.settings.checks else []
@@ -161,7 +163,7 @@ class Job:
         if checkpoints.latest is None:
             self.say("No checkpoint could be saved: this run cannot be resumed.")
         else:
-            self.say(_how_to_resume(self.folder))
+            self.say(_how_to_resume(self.folder), whole=True)
 
     # Checks and plain runs -----------------------------------------------------------------------------
 
@@ -194,7 +196,7 @@ class Job:
                 if fleet.stop_requested():
                     self.progress.stop()
                     self.say(f"Stopped. The run with FleetX is complete: {self._weights}")
-                    self.say(_how_to_resume(self.folder))
+                    self.say(_how_to_resume(self.folder), whole=True)
                     raise Stopped
             return Run(run.name, run.batch, color, path.name, log.lines)
 

@@ -223,10 +223,10 @@ class DistributedOptimizer(Optimizer):
         """What the planner chose with the first batch, where checkpoints = "auto" leaves the choice to it."""
         return None if self.planning is None else self.planning.plan
 
-    def overview(self) -> str:
-        """The strategy as used, what each exclusion pattern took, and the plan."""
+    def overview(self, width: int | None = None) -> str:
+        """The strategy as used, what each exclusion pattern took, and the plan; no box is wider than `width`."""
         tables = [self.inner.exclusion_table()] if isinstance(self.inner, Lars | Lamb | Muon) else []
-        return "\n".join([str(self.strategy), *tables, *([] if self.plan is None else [str(self.plan)])])
+        return "\n".join([self.strategy.overview(width), *tables, *([] if self.plan is None else [str(self.plan)])])
 
     @property
     def trust_ratios(self) -> TrustRatios | None:

@@ -97,7 +97,8 @@ class Job:
                 endings += self._wind_down(endings)
             elif self.stopping.numbers:
                 first = self.stopping.numbers[0]
-                say(f"{signal_name(first)}: the workers are asked to save and leave; a second one ends them at once.")
+                # With the terminal's own "^C" before it, one line of 80 columns.
+                say(f"{signal_name(first)}: the workers are asked to save and leave; a second ends them.")
                 # A terminal that is closed (SIGHUP) is a reason to save as any other.
                 endings += self._leave(signal.SIGINT if first == signal.SIGINT else signal.SIGTERM)
             elif self.roster.has_newcomers():
