@@ -24,6 +24,12 @@ def test_a_worker_that_cannot_be_is_refused_at_once(rank, workers):
         _is_launched({"RANK": rank, "WORLD_SIZE": workers})
 
 
+@pytest.mark.parametrize("port", ["", "http", "-1", "65536", "1" * 50])
+def test_a_port_that_cannot_be_is_refused(port):
+    with pytest.raises(ValueError, match=f"MASTER_PORT must be a port from 0 to 65535.*got MASTER_PORT='{port}'"):
+        _is_launched({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": port})
+
+
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
 def test_half_of_what_a_launcher_says_is_refused(name):
     with pytest.raises(ValueError, match=f"only {name}='0' is set.*unset {name} to run alone"):

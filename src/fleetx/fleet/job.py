@@ -61,6 +61,12 @@ def _is_launched(environment: Mapping[str, str]) -> bool:
     rank, workers = given["RANK"], given["WORLD_SIZE"]
     if not (rank.isdecimal() and workers.isdecimal() and int(rank) < int(workers)):
         raise ValueError(f"RANK must be a number from 0 to WORLD_SIZE - 1, got RANK={rank!r}, WORLD_SIZE={workers!r}.")
+    port = environment.get("MASTER_PORT", "0")
+    if not (port.isdecimal() and len(port) < 6 and int(port) < 2**16):
+        raise ValueError(
+            f"MASTER_PORT must be a port from 0 to 65535, the same for all workers, got MASTER_PORT={port!r}. Start "
+            "this script with fleetrun or torchrun, which choose one."
+        )
     return True
 
 

@@ -22,7 +22,8 @@ from fleetx.version import __version__
 # open connections without end: each costs a file descriptor and memory.
 _HANDSHAKE = 10.0
 _MOST_STRANGERS = 128
-_BACKLOG = 64
+# How many connections may wait to be accepted, and how many are at a time: a queue that is full keeps machines out.
+_BACKLOG, _AT_ONCE = 1024, 64
 # How many lines are said about connections from one address.
 _MOST_LINES = 10
 
@@ -75,7 +76,7 @@ class Gathering:
             channel.close()
 
     def _accept(self) -> None:
-        for _ in range(_BACKLOG):
+        for _ in range(_AT_ONCE):
             try:
                 connection, _ = self._listener.accept()
             except BlockingIOError:
