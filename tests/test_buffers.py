@@ -174,3 +174,33 @@ def test_the_model_of_parameters_that_were_added_later_counts(build):
         out = optimizer.minimize(head(model(torch.eye(3) * value)).square().sum())
     assert out.skipped
     assert_same(state(head), before)
+
+
+def test_a_resumed_window_in_which_large_buffers_were_not_kept_keeps_the_others(build, monkeypatch):
+    monkeypatch.setattr(buffers, "LARGE", 100)
+    model, optimizer = build()
+    before = state(model)
+    train(model, optimizer, 1)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    model, optimizer = build()
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    assert train(model, optimizer, NAN).skipped
+    for name in model.state_dict().keys() - {"queue"}:
+        assert torch.equal(model.state_dict()[name], before[name]), name
+    assert model.queue.isnan().any()  # as without the interruption: in its first window nobody knew
+
+
+def test_buffers_of_several_models_are_known_by_their_parameters(build):
+    def both():
+        models = [fleet.distributed_model(nn.BatchNorm1d(4)) for _ in range(6)]
+        order = [models[place] for place in (3, 0, 5, 1, 4, 2)]
+        sgd = torch.optim.SGD([p for model in order for p in model.parameters()], lr=0.1)
+        return order, fleet.distributed_optimizer(sgd)
+
+    order, optimizer = both()
+    for number, model in enumerate(order):
+        model.running_mean.fill_(number)
+    optimizer.engine.buffers.keep()
+    saved = optimizer.engine.buffers.state_dict()
+    assert [saved[f"{number}/.running_mean"].tolist() for number in range(6)] == [[number] * 4 for number in range(6)]

@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ LARGE = 16 * MIB
 
 
 class _Place(NamedTuple):
+    name: str
     module: nn.Module
     leaf: str
 
@@ -31,6 +32,10 @@ class _Kept(NamedTuple):
     places: list[_Place]
     shapes: list[torch.Size]
     values: Tensor
+
+    def pieces(self) -> list[Tensor]:
+        """The buffers one by one, as views."""
+        return _parted(self.values, self.shapes)
 
 
 class WindowBuffers:
@@ -88,30 +93,25 @@ class WindowBuffers:
         self.keep()
         self._is_between, self._is_held = True, False
 
-    def state_dict(self, copy: bool = True) -> list[Tensor]:
-        """The buffers as they were when the window in progress began."""
-        return [kept.values.clone() if copy else kept.values for kept in self._kept]
+    def state_dict(self, copy: bool = True) -> dict[str, Tensor]:
+        """The buffers as they were when the window in progress began, by name."""
+        pairs = [pair for kept in self._kept for pair in zip(kept.places, kept.pieces(), strict=True)]
+        return {place.name: piece.clone() if copy else piece for place, piece in pairs}
 
-    def load_state_dict(self, saved: Sequence[Tensor]) -> None:
-        """Continue a window that began with these; without any, one begins now."""
+    def load_state_dict(self, saved: Mapping[str, Tensor] | None) -> None:
+        """Continue a window that began with these; None if none is in progress."""
         self.keep()
-        self._is_between, self._is_held = not saved, bool(saved)
-        if [values.shape for values in saved] == [kept.values.shape for kept in self._kept]:
-            pairs = zip(self._kept, saved, strict=True)
-            self._kept = [kept._replace(values=values.clone().to(kept.values)) for kept, values in pairs]
+        self._is_between, self._is_held = saved is None, saved is not None
+        if saved is not None:
+            places = {place.name: (place, buffer) for place in self._places() if (buffer := place.buffer) is not None}
+            known = [(*places[name], value) for name, value in saved.items() if name in places]
+            self._kept = _grouped([(place, value.to(buffer)) for place, buffer, value in known])
 
     @torch.no_grad()
     def keep(self) -> None:
         """Remember the buffers as they are."""
-        kinds: dict[Any, list[_Place]] = {}
-        for place in self._places():
-            buffer = place.buffer
-            if buffer is not None and _can_be_written(buffer) and self._is_kept(place):
-                kinds.setdefault((buffer.dtype, buffer.device), []).append(place)
-        self._kept = []
-        for places in kinds.values():
-            buffers = [buffer for place in places if (buffer := place.buffer) is not None]
-            self._kept.append(_Kept(places, [buffer.shape for buffer in buffers], _joined(buffers)))
+        found = [(place, buffer) for place in self._places() if (buffer := place.buffer) is not None]
+        self._kept = _grouped([pair for pair in found if _can_be_written(pair[1]) and self._is_kept(pair[0])])
         for tell in self.on_keep:
             tell()
 
@@ -127,8 +127,7 @@ class WindowBuffers:
                     continue
             elif unless is not None:
                 values = torch.where(unless, _joined(buffers), values)
-            sizes = [math.prod(shape) for shape in kept.shapes]
-            pieces = [piece.view(shape) for piece, shape in zip(values.split(sizes), kept.shapes, strict=True)]
+            pieces = _parted(values, kept.shapes)
             if fitting:
                 torch._foreach_copy_(buffers, pieces)
                 continue
@@ -137,12 +136,12 @@ class WindowBuffers:
 
     def _places(self) -> Iterator[_Place]:
         seen: set[int] = set()
-        for model in filter(None, (reference() for reference in self._models)):
-            for module in model.modules():
+        for number, model in enumerate(reference() for reference in self._models):
+            for path, module in [] if model is None else model.named_modules():
                 for leaf, buffer in module._buffers.items():
                     if buffer is not None and id(buffer) not in seen:
                         seen.add(id(buffer))
-                        yield _Place(module, leaf)
+                        yield _Place(f"{number}/{path}.{leaf}", module, leaf)
 
     def _is_kept(self, place: _Place) -> bool:
         buffer = place.module._buffers[place.leaf]
@@ -192,6 +191,21 @@ def _can_be_written(buffer: Tensor) -> bool:
     if buffer.layout != torch.strided or buffer.is_meta:
         return False
     return not any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
+
+
+def _grouped(pairs: Sequence[tuple[_Place, Tensor]]) -> list[_Kept]:
+    kinds: dict[Any, list[tuple[_Place, Tensor]]] = {}
+    for place, value in pairs:
+        kinds.setdefault((value.dtype, value.device), []).append((place, value))
+    return [
+        _Kept([place for place, _ in same], [value.shape for _, value in same], _joined([value for _, value in same]))
+        for same in kinds.values()
+    ]
+
+
+def _parted(values: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    pieces = values.split([math.prod(shape) for shape in shapes])
+    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def _joined(buffers: Sequence[Tensor]) -> Tensor:

@@ -47,7 +47,8 @@ class WindowStart:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take over where a window, which goes on, had begun."""
-        self._batches = {name: (saved["epoch"], saved["batches"]) for name, saved in state["loaders"].items()}
+        positions = {name: saved for name, saved in state["loaders"].items() if name in self._loaders}
+        self._batches = {name: (saved["epoch"], saved["batches"]) for name, saved in positions.items()}
         _copy(state["buffers"], into=self._buffers)
 
     def require_fitting(self, buffers: Buffers) -> None:

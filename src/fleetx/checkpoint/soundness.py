@@ -128,9 +128,11 @@ def _require_window(window: Any, optimizer: DistributedOptimizer) -> None:
     _require(kind in ("mean", "items", "sum"), "odd weighing")
     for number in (unit, window["weight"]):
         _require(number is None or isinstance(number, bool | int | float | Tensor), "odd weights")
-    for kind in ("losses", "buffers"):
-        _require(all(isinstance(one, Tensor) for one in window.get(kind, [])), f"odd {kind}")
+    _require(all(isinstance(loss, Tensor) for loss in window["losses"]), "odd losses")
     if window["held"]:
+        buffers = optimizer.engine.buffers.state_dict(copy=False)
+        _require(_require_dict(window["buffers"]).keys() <= buffers.keys(), "buffers that the models have not")
+        _require_alike(window["buffers"], buffers)
         parameters = optimizer.engine.updater.parameters()
         _require(len(window["grads"]) == len(parameters), "another number of gradients")
         for grad, parameter in zip(window["grads"], parameters, strict=True):

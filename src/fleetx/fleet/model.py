@@ -1,6 +1,7 @@
 """`distributed_model`: make a model ready for a strategy, without rewriting it."""
 
 import weakref
+from operator import itemgetter
 
 import torch
 from torch import nn
@@ -60,9 +61,13 @@ def is_prepared(model: nn.Module) -> bool:
 
 
 def models_of(parameters: list[torch.Tensor]) -> list[nn.Module]:
-    """The prepared models that have one of the parameters."""
-    wanted = {id(parameter) for parameter in parameters}
-    return [model for model in _prepared if any(id(parameter) in wanted for parameter in model.parameters())]
+    """The prepared models that have one of the parameters, in the order of these: the same in each process."""
+    places = {id(parameter): place for place, parameter in enumerate(parameters)}
+    found = []
+    for model in _prepared:
+        theirs = [places[id(parameter)] for parameter in model.parameters() if id(parameter) in places]
+        found += [(min(theirs), model)] if theirs else []
+    return [model for _, model in sorted(found, key=itemgetter(0))]
 
 
 def strategy_of(parameter: torch.Tensor) -> DistributedStrategy | None:

@@ -251,7 +251,7 @@ class DistributedOptimizer(Optimizer):
                 "k_steps": engine.k_steps,
                 "names": self._names(),
                 "window": engine.window.state_dict(copy)
-                | {"buffers": engine.buffers.state_dict(copy) if engine.window.held else []},
+                | {"buffers": engine.buffers.state_dict(copy) if engine.window.held else None},
                 "watch": engine.watch.state_dict(),
                 "masters": masters.state_dict(copy) if masters else None,
                 "scaler": scaler.state_dict() if scaler else None,
@@ -273,7 +273,7 @@ class DistributedOptimizer(Optimizer):
             engine.updater.load_schedule(ours["scheduler"])
         engine.watch.load_state_dict(ours["watch"])
         engine.window.load_state_dict(ours["window"])
-        engine.buffers.load_state_dict(ours["window"].get("buffers", []))
+        engine.buffers.load_state_dict(ours["window"].get("buffers"))
         engine.is_first = False
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> None:
