@@ -98,14 +98,18 @@ class WindowBuffers:
         pairs = [pair for kept in self._kept for pair in zip(kept.places, kept.pieces(), strict=True)]
         return {place.name: piece.clone() if copy else piece for place, piece in pairs}
 
+    def live(self) -> dict[str, Tensor]:
+        """All buffers as they are now, by name, also those that are not kept."""
+        return {place.name: buffer for place in self._places() if (buffer := place.buffer) is not None}
+
     def load_state_dict(self, saved: Mapping[str, Tensor] | None) -> None:
         """Continue a window that began with these; None if none is in progress."""
         self.keep()
         self._is_between, self._is_held = saved is None, saved is not None
         if saved is not None:
-            places = {place.name: (place, buffer) for place in self._places() if (buffer := place.buffer) is not None}
-            known = [(*places[name], value) for name, value in saved.items() if name in places]
-            self._kept = _grouped([(place, value.to(buffer)) for place, buffer, value in known])
+            live = self.live()
+            known = [place for place in self._places() if place.name in saved and place.name in live]
+            self._kept = _grouped([(place, saved[place.name].to(live[place.name])) for place in known])
 
     @torch.no_grad()
     def keep(self) -> None:

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 import fleetx as X
-from fleetx import fleet
+from fleetx import buffers, fleet
 from fleetx.checkpoint import CheckpointError, inspect, survey
 from fleetx.checkpoint.manifest import read_manifest
 from fleetx.checkpoint.snapshot import HostCopies
@@ -622,6 +622,24 @@ def test_a_window_that_is_taken_again_begins_with_what_was_loaded_or_estimated_b
     assert after.checkpoints.resume().replayed == 2
     assert after.model[1].running_mean.equal(torch.full((6,), 5.0))
     assert after.model[1].running_var.equal(torch.full((6,), 7.0))
+
+
+def test_a_window_with_a_large_buffer_that_was_seen_to_change_goes_on(tmp_path, monkeypatch):
+    def count(module, _inputs, _output):
+        module.queue += 1
+
+    def with_queue(**options):
+        parts = Parts(**options)
+        parts.model[0].register_buffer("queue", torch.zeros(64))
+        parts.model[0].register_forward_hook(count)
+        parts.optimizer.engine.buffers.keep()
+        return parts
+
+    monkeypatch.setattr(buffers, "LARGE", 100)
+    with_queue(folder=tmp_path).train(4).saved(4)
+    parts = with_queue(folder=tmp_path, seed=5)
+    assert parts.checkpoints.resume().step == 4
+    assert same(parts.train(3).weights(), with_queue().train(7).weights())
 
 
 def test_a_window_without_a_loader_cannot_be_taken_again(tmp_path):

@@ -130,7 +130,7 @@ def _require_window(window: Any, optimizer: DistributedOptimizer) -> None:
         _require(number is None or isinstance(number, bool | int | float | Tensor), "odd weights")
     _require(all(isinstance(loss, Tensor) for loss in window["losses"]), "odd losses")
     if window["held"]:
-        buffers = optimizer.engine.buffers.state_dict(copy=False)
+        buffers = optimizer.engine.buffers.live()
         _require(_require_dict(window["buffers"]).keys() <= buffers.keys(), "buffers that the models have not")
         _require_alike(window["buffers"], buffers)
         parameters = optimizer.engine.updater.parameters()
