@@ -2,6 +2,9 @@
 
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -78,3 +81,67 @@ def test_nothing_outlives_a_launcher_that_is_killed_while_the_nursery_is_stopped
     job.launcher.kill()
     job.end()
     job.wait_for_the_end_of_all()
+
+
+# A program that runs a job, and starts processes of its own meanwhile; also one that its own children have left behind.
+PROGRAM = """
+import os, pathlib, signal, subprocess, sys, threading, time
+from fleetx.launch import crew, parting, run
+from tests.waiting import wait_for
+
+how, seen = sys.argv[2], set()
+glance = getattr(crew, "children_at_a_glance", None)
+if glance:
+    def children_at_a_glance():
+        seen.update(found := glance())
+        return found
+    crew.children_at_a_glance = children_at_a_glance
+parting.adopt_orphans()
+sleeps = [sys.executable, "-c", "import time; time.sleep(600)"]
+twice = "import subprocess as s, sys; print(s.Popen(sys.argv[1:], start_new_session=True, stdout=s.DEVNULL).pid)"
+before, during = subprocess.Popen(sleeps), []
+
+def live():
+    wait_for(lambda: pathlib.Path("began").exists(), "start")
+    during.append(subprocess.Popen(sleeps))
+    failing = subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"])
+    during.append(failing)
+    os.waitid(os.P_PID, failing.pid, os.WEXITED | os.WNOWAIT)
+    left = subprocess.run([sys.executable, "-c", twice, *sleeps], stdout=subprocess.PIPE).stdout
+    during.append(int(left))
+    if glance:
+        wait_for(lambda: seen >= {during[0].pid, failing.pid, int(left)}, "look at the children")
+    if how == "killed":
+        os.kill(int(pathlib.Path("began").read_text()), signal.SIGKILL)
+    pathlib.Path("go").touch()
+
+thread = threading.Thread(target=live)
+thread.start()
+code = run.launch([sys.argv[1]], workers=1)
+thread.join()
+own, failing, left = during
+print("alive", before.poll(), own.poll(), failing.wait(), os.path.exists(f"/proc/{left}"), "exit", code,
+      "adopts", parting.adopt_orphans())
+for pid in (before.pid, own.pid, left):
+    os.kill(pid, signal.SIGKILL)
+"""
+WAITS = """
+import os, pathlib, sys
+from tests.waiting import wait_for
+pathlib.Path("began.new").write_text(str(os.getppid()))
+pathlib.Path("began.new").rename("began")
+wait_for(pathlib.Path("go").exists, "go")
+"""
+
+
+@pytest.mark.middle
+@pytest.mark.parametrize(("how", "code"), [("ends", 0), ("killed", 128 + signal.SIGKILL)])
+def test_a_program_that_runs_a_job_keeps_its_own_children(script, tmp_path, how, code):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
+    command = [sys.executable, program, script(WAITS), how]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False
+    )
+    assert f"alive None None 7 True exit {code} adopts True" in done.stdout, done.stdout + done.stderr

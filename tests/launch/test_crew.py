@@ -93,7 +93,7 @@ def test_a_nursery_that_does_not_end_its_workers_is_killed_so_that_the_kernel_do
     monkeypatch.setattr(crew, "is_stopped", lambda _: False)
     ours = Crew(CrewSettings(["x.py"], 1, "here"), "127.0.0.1", None)
     try:
-        ours._nursery, ours._is_ready = SimpleNamespace(pid=0, kill=lambda: killed.append(True)), True
+        ours._nursery, ours._is_ready = SimpleNamespace(pid=os.getpid(), kill=lambda: killed.append(True)), True
         ours.poll(0.0)
         ours.kill()
         ours.poll(0.0)

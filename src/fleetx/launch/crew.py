@@ -25,7 +25,7 @@ from fleetx.launch.logs import Relay, WorkerLog
 from fleetx.launch.nursery import MOST_BYTES, Orders
 from fleetx.launch.oom import OutOfMemory
 from fleetx.launch.output import TROUBLE
-from fleetx.launch.parting import adopt_orphans, children, end_children
+from fleetx.launch.parting import adopt_orphans, children_at_a_glance, end_children, has_ended
 from fleetx.launch.readable import readable
 from fleetx.launch.say import LaunchError, say, show
 from fleetx.launch.secret import VARIABLE
@@ -92,7 +92,9 @@ class Crew:
         self._is_ready = False
         self._is_stopped = False
         self._killed_at: float | None = None
-        self._not_ours: set[int] = set()  # children that this process had before
+        # Children that this process has while the nursery lives. Orphans of the job are the nursery's until it dies.
+        self._not_ours: set[int] = set()
+        self._adopted_before = False
         self._living: dict[int, _Living] = {}
         self._relay: Relay | None = None
         self._attempt: Attempt | None = None
@@ -155,6 +157,7 @@ class Crew:
         """Who has ended; looks for at most `wait` seconds."""
         endings = []
         self._let_nursery_go_on()
+        self._know_not_ours()
         if self._killed_at is not None and self._nursery and time.monotonic() - self._killed_at > _OBEYS:
             self._nursery.kill()
         if self._socket is not None and readable([self._socket], wait):
@@ -218,8 +221,8 @@ class Crew:
         environment.pop(VARIABLE, None)  # of no use to workers, also where this job has not asked for it
         # Workers that each start a thread per core would fight over the cores.
         environment.setdefault("OMP_NUM_THREADS", str(cores().share(self.settings.workers)))
-        self._not_ours = children()
-        adopt_orphans()
+        self._not_ours = children_at_a_glance()
+        self._adopted_before = adopt_orphans()
         # Worth its time where more than one worker is going to be made.
         warm = ["warm"] if self.settings.warm and not self.settings.fresh else []
         try:
@@ -366,11 +369,17 @@ class Crew:
         """Wait for its end, and end what it has left, which is ours now; gives its exit code."""
         code = nursery.wait()
         self._nursery = None
-        if left := end_children(self._not_ours):
+        # One that ended well has left nothing, and this program may have children that are none of the job's.
+        if code != 0 and (left := end_children(self._not_ours)):
             numbers = ", ".join(map(str, sorted(left)))
             say(f"of what the workers had started, these processes could not be ended: {numbers}. End them yourself.")
-        adopt_orphans(False)
+        adopt_orphans(self._adopted_before)
         return code
+
+    def _know_not_ours(self) -> None:
+        """Know the children of the program that we are a part of: started by it, or orphans of what it started."""
+        if self._nursery is not None and (now := children_at_a_glance()) and not has_ended(self._nursery.pid):
+            self._not_ours = now - {self._nursery.pid}
 
     def _let_nursery_go_on(self) -> None:
         """One that somebody has stopped obeys nothing, and tells of no end."""

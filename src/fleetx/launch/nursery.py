@@ -67,8 +67,9 @@ def main() -> None:
         _import_what_torch_puts_off()
     following = serve(launcher)
     if following is None:
+        left = end_children()
         shutil.rmtree(sys.argv[2], ignore_errors=True)  # the launcher's scratch folder, if it could not do so itself
-        os._exit(0)  # there is nothing to take apart, and somebody waits
+        os._exit(1 if left else 0)  # there is nothing to take apart, and somebody waits
     _reseed()
     worker.run_and_leave(following.command)
 
@@ -88,7 +89,6 @@ def serve(launcher: socket.socket) -> Orders | None:
         if launcher in readable:
             message = launcher.recv(MOST_BYTES)
             if not message:
-                end_children()
                 return None
             told = json.loads(message)
             if "signal" in told:

@@ -5,15 +5,17 @@ processes above it adopt orphans: whatever loses its parent, a daemon in a sessi
 and they end all children they have.
 """
 
+import contextlib
 import ctypes
 import os
 import signal
 import time
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 # How long a process may take to die of SIGKILL, which can take for ever: in a call of a driver, or of a network disk.
 _DYING = 5.0
 
@@ -30,9 +32,15 @@ def go_on_without_parent() -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
-def adopt_orphans(adopts: bool = True) -> None:
-    """Become the parent of grandchildren whose own parent dies, so that they can be ended and waited for."""
+def adopt_orphans(adopts: bool = True) -> bool:
+    """Become the parent of grandchildren whose own parent dies, so that they can be ended and waited for.
+
+    Gives whether this process did so before.
+    """
+    before = ctypes.c_int()
+    _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
     _prctl(_PR_SET_CHILD_SUBREAPER, adopts)
+    return bool(before.value)
 
 
 def children() -> set[int]:
@@ -45,6 +53,22 @@ def children() -> set[int]:
     return {pid for pid, parent in found if parent == os.getpid()}
 
 
+def children_at_a_glance() -> set[int]:
+    """The same at little cost on a machine with many processes; one may be missing while another ends."""
+    try:
+        lists = [(task / "children").read_text("utf-8") for task in Path("/proc/self/task").iterdir()]
+    except OSError:  # the kernel has no such lists, or a thread has just ended
+        return children()
+    return {int(pid) for pids in lists for pid in pids.split()}
+
+
+def has_ended(child: int) -> bool:
+    """Whether a child of this process has ended; its exit code stays there for whom it is for."""
+    with contextlib.suppress(ChildProcessError):
+        return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    return True
+
+
 def end_children(spared: Collection[int] = ()) -> set[int]:
     """Kill all children but the `spared` ones, and what they have started; gives those that would not end.
 
@@ -53,7 +77,7 @@ def end_children(spared: Collection[int] = ()) -> set[int]:
     """
     end = time.monotonic() + _DYING
     while left := children().difference(spared):
-        ended = [pid for pid in left if _has_ended(pid)]
+        ended = [pid for pid in left if _kill(pid)]
         if not ended:
             if time.monotonic() > end:
                 return left
@@ -61,7 +85,8 @@ def end_children(spared: Collection[int] = ()) -> set[int]:
     return set()
 
 
-def _has_ended(child: int) -> bool:
+def _kill(child: int) -> bool:
+    """Whether it has ended by now."""
     try:
         os.kill(child, signal.SIGKILL)
         return os.waitpid(child, os.WNOHANG)[0] == child
@@ -77,7 +102,7 @@ def _parent_of(pid: str) -> tuple[int, int]:
         return int(pid), 0
 
 
-def _prctl(option: int, value: int) -> None:
+def _prctl(option: int, value: Any) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, value, 0, 0, 0) != 0:
         error = ctypes.get_errno()
