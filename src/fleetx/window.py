@@ -20,6 +20,7 @@ from fleetx.comm import sharing, stopping, world
 from fleetx.comm.agreement import require_agreement
 from fleetx.comm.reducer import Reducer, ReducerSettings, require_dense
 from fleetx.names import label
+from fleetx.notices import tell_once
 from fleetx.numbers import LOW_PRECISION, Number
 from fleetx.outcome import HostValue
 
@@ -338,6 +339,7 @@ class Window:
         require_agreement([*terms, *shapes], device, "what a window reduces")
         self._reducer = Reducer(self._members, len(_FACTS) + count, self._settings)
         self._reduced_names = names
+        tell_once("fused", str(self._reducer))
         return self._reducer
 
     def _fits(self, reducer: Reducer) -> bool:

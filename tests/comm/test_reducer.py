@@ -69,6 +69,31 @@ def test_unfused_sends_one_message_each(group):
     assert (reducer.bucket_count, reducer.messages) == (5, 5)
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"bucket_mib": 0.25, "last_bucket_mib": 0.125},
+            "5 all-reduces, fused into 3 per update (200 KiB, 200 KiB, 100.03 KiB)",
+        ),
+        ({"wire_dtype": torch.float16}, "5 all-reduces, fused into 2 per update (250 KiB, 28 B)"),
+        (
+            {"fuse": False},
+            "5 all-reduces per update, not fused, as fuse_all_reduce_ops = False "
+            "(100 KiB, 100 KiB, 100 KiB, 100 KiB, 100.03 KiB)",
+        ),
+    ],
+)
+def test_it_says_how_gradients_travel(group, settings, said):
+    parameters = [nn.Parameter(torch.ones(25 * 1024)) for _ in range(5)]
+    assert str(Reducer(parameters, 2, ReducerSettings(**settings))) == said
+
+
+def test_of_many_messages_it_shows_some(group):
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(12)]
+    assert str(Reducer(parameters, 0, ReducerSettings(fuse=False))).endswith("8 B, 8 B, ...)")
+
+
 @pytest.mark.parametrize("wire", [torch.float16, torch.bfloat16])
 def test_compression_rounds_gradients_but_not_the_counts(group, wire):
     parameter = nn.Parameter(torch.ones(3))

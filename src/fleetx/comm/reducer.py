@@ -17,6 +17,9 @@ from torch import Tensor
 from fleetx.comm import beats
 from fleetx.comm.buckets import MIB, lay_out
 from fleetx.names import label, position
+from fleetx.units import format_bytes
+
+_MOST_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,15 @@ class Reducer:
     def bucket_count(self) -> int:
         """How many messages one window takes."""
         return len(self._buckets)
+
+    def __str__(self) -> str:
+        """How gradients travel, for people."""
+        sizes = [b.buffer.numel() * (b.wire if b.wire is not None else b.buffer).itemsize for b in self._buckets]
+        shown = [format_bytes(size) for size in sizes[:_MOST_SHOWN]] + ["..."] * (len(sizes) > _MOST_SHOWN)
+        sent = f"({', '.join(shown)})"
+        if not self.settings.fuse:
+            return f"{len(sizes)} all-reduces per update, not fused, as fuse_all_reduce_ops = False {sent}"
+        return f"{len(self.parameters)} all-reduces, fused into {len(sizes)} per update {sent}"
 
     def fits(self, parameters: Sequence[Tensor]) -> bool:
         """Whether it was made for these very parameters, which may have been converted since."""

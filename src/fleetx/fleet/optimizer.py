@@ -224,8 +224,11 @@ class DistributedOptimizer(Optimizer):
         return None if self.planning is None else self.planning.plan
 
     def overview(self, width: int | None = None) -> str:
-        """The strategy as used, what each exclusion pattern took, and the plan; no box is wider than `width`."""
+        """The strategy as used, what each exclusion pattern took, the all-reduces of an update once there was one, and
+        the plan; no box is wider than `width`."""
         tables = [self.inner.exclusion_table()] if isinstance(self.inner, Lars | Lamb | Muon) else []
+        if self.engine.window.reducer is not None:
+            tables.append(str(self.engine.window.reducer))
         return "\n".join([self.strategy.overview(width), *tables, *([] if self.plan is None else [str(self.plan)])])
 
     @property
