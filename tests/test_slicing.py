@@ -198,6 +198,7 @@ def test_packed_sequences_lie_by_time_and_are_refused(lengths):
         slicing.split((packed, torch.zeros(len(lengths))), 2)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch 2.11
 def test_sparse_tensors_with_coordinates_are_cut_as_dense_ones_are():
     rows = torch.tensor([[0.0, 1, 0], [2, 0, 3], [0, 0, 0], [0, 4, 0], [5, 0, 6]]).to_sparse()
     indices, values = rows.indices().repeat(1, 2), rows.values().repeat(2)
