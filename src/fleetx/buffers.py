@@ -54,8 +54,8 @@ class WindowBuffers:
         self._changing: set[tuple[int, str]] = set()
         self._is_between = True
         self._is_held = False
-        # Called when the buffers are kept: a checkpoint keeps its own.
-        self.on_keep: list[Callable[[], None]] = []
+        # Called when a window is over, and when buffers were loaded after that: a checkpoint keeps its own.
+        self.on_end: list[Callable[[], None]] = []
         self.watch(models)
 
     def __reduce__(self) -> Any:
@@ -92,6 +92,8 @@ class WindowBuffers:
         """The window is over, and what had to be put back has been."""
         self.keep()
         self._is_between, self._is_held = True, False
+        for tell in self.on_end:
+            tell()
 
     def state_dict(self, copy: bool = True) -> dict[str, Tensor]:
         """The buffers as they were when the window in progress began, by name."""
@@ -116,8 +118,6 @@ class WindowBuffers:
         """Remember the buffers as they are."""
         found = [(place, buffer) for place in self._places() if (buffer := place.buffer) is not None]
         self._kept = _grouped([pair for pair in found if _can_be_written(pair[1]) and self._is_kept(pair[0])])
-        for tell in self.on_keep:
-            tell()
 
     @torch.no_grad()
     def restore(self, unless: Tensor | None = None) -> None:

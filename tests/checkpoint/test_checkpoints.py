@@ -611,17 +611,15 @@ def test_a_window_that_was_resumed_still_knows_where_it_began(tmp_path):
     assert same(after.weights(), Parts().train(3).weights())
 
 
-def test_a_window_that_is_taken_again_begins_with_what_was_loaded_or_estimated_before_it(tmp_path):
+def test_a_window_that_is_taken_again_begins_with_what_was_loaded_before_it(tmp_path):
     parts = Parts(tmp_path)
     parts.checkpoints.resume()
     parts.train(3)
     parts.model[1].load_state_dict({**parts.model[1].state_dict(), "running_mean": torch.full((6,), 5.0)})
-    parts.model[1].running_var.fill_(7.0)
     parts.train(2).checkpoints.save(5)
     after = Parts(tmp_path, k_steps=2, seed=5)
     assert after.checkpoints.resume().replayed == 2
     assert after.model[1].running_mean.equal(torch.full((6,), 5.0))
-    assert after.model[1].running_var.equal(torch.full((6,), 7.0))
 
 
 def test_a_window_with_a_large_buffer_that_was_seen_to_change_goes_on(tmp_path, monkeypatch):

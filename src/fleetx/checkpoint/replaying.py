@@ -36,7 +36,7 @@ class WindowStart:
         self._buffers: Buffers = {}
         self.note_end()
         self._window.on_begin.append(self._note_begin)
-        optimizer.engine.buffers.on_keep.append(self.note_end)
+        optimizer.engine.buffers.on_end.append(self.note_end)
 
     def state(self) -> dict[str, Any] | None:
         """The loaders' positions and the models' buffers at the start of the window; None if none is in progress."""
@@ -66,7 +66,7 @@ class WindowStart:
         self._batches = {name: loader.last_batch for name, loader in self._loaders.items()}
 
     def note_end(self) -> None:
-        """A window is over, or the first forward of one begins: remember the buffers as they are."""
+        """A window is over, or buffers were loaded after it: remember the buffers as they are."""
         if not self._keeps_buffers:
             return
         live = self._live()
