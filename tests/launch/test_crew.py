@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from fleetx.launch import crew, hatch
-from fleetx.launch.crew import Crew, CrewSettings
+from fleetx.launch.crew import Attempt, Crew, CrewSettings
 from fleetx.launch.say import LaunchError
 from tests.waiting import wait_for
 
@@ -103,4 +103,32 @@ def test_a_nursery_that_does_not_end_its_workers_is_killed_so_that_the_kernel_do
         assert killed
     finally:
         ours._nursery = None
+        ours.close()
+
+
+def test_a_folder_that_somebody_has_removed_is_made_again_for_the_next_attempt(monkeypatch, tmp_path):
+    """Programs that tidy /tmp remove files that are a few days old."""
+    monkeypatch.setattr(crew.tempfile, "tempdir", str(tmp_path))
+    ours = Crew(CrewSettings(["x.py"], 1, "here"), "127.0.0.1", None)
+    ours._renew_folder()
+    (first,) = tmp_path.iterdir()
+    ours._renew_folder()
+    assert list(tmp_path.iterdir()) == [first]
+    (first / "beats").unlink()
+    ours._renew_folder()
+    (second,) = tmp_path.iterdir()
+    assert second != first
+    assert (second / "beats").exists()
+    ours.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.middle
+def test_a_command_that_is_too_long_for_the_system_is_an_error():
+    ours = Crew(CrewSettings(["x.py", "x" * (1 << 20)], 1, "here"), "127.0.0.1", None)
+    attempt = Attempt(0, 0, 1, 0, 1, "127.0.0.1", 6170, ["127.0.0.1:6170"], "a", 0)
+    try:
+        with pytest.raises(LaunchError, match=r"too long for the system, with 1048580 characters .* in a file"):
+            ours.start(attempt)
+    finally:
         ours.close()

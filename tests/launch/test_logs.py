@@ -105,3 +105,9 @@ def test_a_log_that_is_a_link_to_a_device_is_not_read(tmp_path):
     Relay(log, "[worker 0] ", shown).pump(whole=False)
     assert not shown.getvalue()
     assert log.end() == []
+
+
+def test_a_folder_of_logs_that_is_gone_is_no_reason_to_give_up_a_job(tmp_path):
+    (tmp_path / "log").touch()
+    log = WorkerLog(tmp_path / "log", 0, "job a, attempt 1", first=False)
+    assert (log.start, log.end()) == (0, [])

@@ -1,6 +1,6 @@
 """The workers of one host, as their launcher sees them."""
 
-import contextlib
+import errno
 import json
 import os
 import re
@@ -109,7 +109,7 @@ class Crew:
             self._start_nursery()
         self._attempt = attempt
         self._killed_at = None
-        self._beats.reset()
+        self._renew_folder()
         if attempt.number == 0:
             show(f"{boxes.envs_box(worker.fleet_environment(self._environment(attempt, 0)))}\n", sys.stdout)
         for local in range(self.settings.workers):
@@ -211,6 +211,14 @@ class Crew:
             self._beats = beats.BeatReader(self._scratch / "beats", self.settings.workers)
         return self._scratch
 
+    def _renew_folder(self) -> None:
+        """For another attempt. What is as old as a long job may have been taken for rubbish: it gets a new folder."""
+        if not (self._folder / "beats").exists():
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._scratch = None
+        assert self._folder.exists()  # it is made where it is asked for
+        self._beats.reset()
+
     @property
     def _trouble(self) -> Path:
         """Where workers note that their logs cannot be written."""
@@ -301,9 +309,18 @@ class Crew:
             return
         self._let_nursery_go_on()
         data = json.dumps(message).encode()
-        assert len(data) < MOST_BYTES
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # noticed when reading
+        try:
             self._socket.send(data)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # noticed when reading
+        except OSError as error:
+            if error.errno != errno.EMSGSIZE:
+                raise
+            words = sum(map(len, self.settings.command))
+            raise LaunchError(
+                f"what a worker is started with is too long for the system, with {words} characters of the script and "
+                "its arguments: give long lists to the script in a file."
+            ) from error
 
     def _receive(self, channel: socket.socket) -> list[Ending]:
         endings = []

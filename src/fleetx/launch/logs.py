@@ -35,15 +35,22 @@ class WorkerLog:
 
     def __init__(self, folder: Path, rank: int, title: str, *, first: bool = True) -> None:
         """`first` attempts need no header in a file that is new; of later ones each has its own."""
-        folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"workerlog.{rank}"
-        begun = self.path.exists() and self.path.stat().st_size > 0
-        if begun or not first:
-            # A disk that is full is no reason to give up a job.
-            with contextlib.suppress(OSError), self.path.open("a", encoding="utf-8") as file:
+        # A disk that is full, or a folder that is gone, is no reason to give up a job.
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            begun = self._size() > 0
+            if begun or not first:
                 blank = "\n" if begun else ""
-                file.write(f"{blank}===== {title}, {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z} =====\n")
-        self.start = self.path.stat().st_size if self.path.exists() else 0
+                with self.path.open("a", encoding="utf-8") as file:
+                    file.write(f"{blank}===== {title}, {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z} =====\n")
+        self.start = self._size()
+
+    def _size(self) -> int:
+        try:
+            return self.path.stat().st_size
+        except OSError:
+            return 0
 
     def end(self) -> list[str]:
         """The last lines of this attempt; a traceback among them is shown from its beginning."""

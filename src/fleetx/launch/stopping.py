@@ -23,7 +23,9 @@ class Stopping:
     @contextlib.contextmanager
     def listening(self) -> Generator["Stopping"]:
         """Handle signals here rather than dying of them."""
-        before = {number: signal.signal(number, self.note) for number in STOPPING}
+        # Under `nohup` the job goes on when the terminal is closed.
+        heard = [n for n in STOPPING if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+        before = {number: signal.signal(number, self.note) for number in heard}
         try:
             yield self
         finally:
