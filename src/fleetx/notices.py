@@ -2,10 +2,11 @@
 
 import difflib
 import logging
-import os
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from contextvars import ContextVar
+
+from fleetx.comm import world
 
 _told: set[str] = set()
 _is_quiet = ContextVar("fleetx_is_quiet", default=False)
@@ -13,11 +14,11 @@ _MOST_SHOWN = 20
 
 
 def tell_once(topic: str, message: str) -> None:
-    """Log a warning to the "fleetx" logger: once per topic and process, and on rank 0 only."""
+    """Log a warning to the "fleetx" logger: once per topic and process, and on the first worker only."""
     if topic in _told or _is_quiet.get():
         return
     _told.add(topic)
-    if os.environ.get("RANK", "0") == "0":
+    if world.is_first():
         logging.getLogger("fleetx").warning(message)
 
 

@@ -32,7 +32,7 @@ def test_a_port_that_cannot_be_is_refused(port):
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
 def test_half_of_what_a_launcher_says_is_refused(name):
-    with pytest.raises(ValueError, match=f"only {name}='0' is set.*unset {name} to run alone"):
+    with pytest.raises(ValueError, match=rf"only {name}='0' is set.*launch\(\)\), or unset {name} to run alone"):
         _is_launched({name: "0"})
 
 

@@ -200,16 +200,48 @@ def test_alone_it_is_a_world_of_one(monkeypatch):
         fleet.init(is_collective=False)
 
 
-def test_a_process_group_that_is_already_up_is_not_replaced(tmp_path):
+@pytest.fixture
+def group_of_one(tmp_path):
+    """A process group that other code has started."""
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    try:
-        with pytest.raises(RuntimeError, match=r"already up \(.*gloo.*, 1 workers\).*adopt=True"):
-            fleet.init()
-        fleet.init(adopt=True)
-        fleet.shutdown()
-        assert dist.is_initialized()
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_a_process_group_of_other_code_is_used_and_left_to_it(said):
+    for _ in range(2):
+        fleet.init()
+    line = "fleet.init() uses the process group that is already up: 1 workers, cpu:gloo,cuda:gloo."
+    assert [record.message for record in said.records] == [line]
+    fleet.init(backend="gloo")
+    fleet.shutdown()
+    assert dist.is_initialized()
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"RANK": "0", "WORLD_SIZE": "2"},
+        {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"},
+        {f"OMPI_COMM_WORLD_{name}": "2" for name in ("SIZE", "LOCAL_SIZE")}
+        | {f"OMPI_COMM_WORLD_{name}": "0" for name in ("RANK", "LOCAL_RANK")}
+        | {"PMIX_NAMESPACE": "1"},
+    ],
+    ids=["torchrun", "srun", "mpirun"],
+)
+def test_a_process_group_without_some_of_the_workers_is_refused(environment, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match=r"must span all workers, .* has 1 of the 2 .*world_size=2, or call"):
+        fleet.init()
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_a_process_group_of_another_backend_is_refused():
+    with pytest.raises(ValueError, match=r"backend must be that of .*'cpu:gloo,cuda:gloo', got 'nccl'. Leave it out"):
+        fleet.init(backend="nccl")
 
 
 def test_workers_that_did_not_join_do_not_train_alone(monkeypatch):

@@ -61,7 +61,7 @@ class Forked:
                     world_size=workers,
                     timeout=timedelta(seconds=LIMIT),
                 )
-                fleet.init(adopt=True)
+                fleet.init()
             answer = play(rank, workers)
             self.answers[rank].write_text(json.dumps(answer), encoding="utf-8")
             code = 0

@@ -1,8 +1,8 @@
 """Who this process is among the workers of the job."""
 
-import os
-
 import torch.distributed as dist
+
+from fleetx.comm.launched import torch_variables
 
 
 def is_joined() -> bool:
@@ -20,11 +20,16 @@ def size() -> int:
     return dist.get_world_size() if is_joined() else 1
 
 
+def is_first() -> bool:
+    """Whether this is worker 0, by what its launcher says if it has not joined the others yet."""
+    return rank() == 0 if is_joined() else torch_variables().get("RANK", "0") == "0"
+
+
 def launched_size() -> int:
     """How many workers the launcher says it started, whether or not this one has joined them yet."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return int(torch_variables().get("WORLD_SIZE", "1"))
 
 
 def host_count() -> int:
     """How many machines the launcher says it started workers on."""
-    return max(1, launched_size() // int(os.environ.get("LOCAL_WORLD_SIZE", launched_size())))
+    return max(1, launched_size() // int(torch_variables().get("LOCAL_WORLD_SIZE", launched_size())))

@@ -1,6 +1,5 @@
 """Which samples a worker sees: every sample once per epoch, dealt out to the workers batch by batch."""
 
-import os
 from collections.abc import Iterator
 from typing import Literal, Protocol, get_args
 
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fleetx.comm import world
+from fleetx.comm.launched import torch_variables
 from fleetx.data.checks import whole_number
 from fleetx.data.randomness import Epoch, check_seed
 from fleetx.notices import tell_once
@@ -143,8 +143,9 @@ def place(rank: int | None, workers: int | None) -> tuple[int, int]:
 
     Before `fleet.init()` its launcher is asked: a loader made that early must not read everything on every worker.
     """
-    waiting = not world.is_joined() and {"RANK", "WORLD_SIZE"} <= os.environ.keys()
-    number = (int(os.environ["RANK"]) if waiting else world.rank()) if rank is None else rank
+    told = {} if world.is_joined() else torch_variables()
+    waiting = {"RANK", "WORLD_SIZE"} <= told.keys()
+    number = (int(told["RANK"]) if waiting else world.rank()) if rank is None else rank
     count = (world.launched_size() if waiting else world.size()) if workers is None else workers
     number = whole_number("rank", number, "leave it out to ask the job")
     count = whole_number("workers", count, "leave it out to ask the job")

@@ -10,31 +10,29 @@ import torch.distributed as dist
 
 from fleetx.comm import beats, world
 from fleetx.comm.beats import Wait
-from fleetx.fleet.slurm import slurm_environment
+from fleetx.comm.launched import torch_variables
+from fleetx.notices import tell_once
 from fleetx.own_gpu import own_gpu
 
 _started_here = False
 
 
-def init(is_collective: bool = True, *, backend: str | None = None, adopt: bool = False) -> None:
-    """Join the workers that fleetrun, torchrun or srun started; started alone, be a world of one.
+def init(is_collective: bool = True, *, backend: str | None = None) -> None:
+    """Join the workers that fleetrun, torchrun, srun or mpirun started; started alone, be a world of one.
 
-    `backend` is torch.distributed's; left out, tensors on a GPU travel by NCCL and those of the host by gloo.
-    `adopt=True` uses a process group that other code has brought up. Calling it again changes nothing.
+    Where Accelerate, Fabric, Ray Train or other code has brought up the process group, it is used as it is. `backend`
+    is torch.distributed's; left out, tensors on a GPU travel by NCCL and those of the host by gloo. Calling it again
+    changes nothing.
     """
     global _started_here
     if not is_collective:
         raise ValueError("is_collective=False means parameter servers, which FleetX does not have. Leave it out.")
-    if _started_here or (adopt and world.is_joined()):
+    if _started_here:
         return
     if world.is_joined():
-        raise RuntimeError(
-            f"a process group is already up ({dist.get_backend_config()}, {world.size()} workers): FleetX did not "
-            "start it and will not replace it. Call fleet.init() before any other code starts torch.distributed, "
-            "or fleet.init(adopt=True) to train in that group."
-        )
-    if "RANK" not in os.environ:
-        os.environ.update(slurm_environment(os.environ))
+        _adopt(backend)
+        return
+    os.environ.update(torch_variables())
     if not _is_launched(os.environ):
         return
     if torch.cuda.is_available():
@@ -47,6 +45,29 @@ def init(is_collective: bool = True, *, backend: str | None = None, adopt: bool 
     atexit.register(shutdown)
 
 
+def _adopt(backend: str | None) -> None:
+    """Train in the group that other code has started, if all workers are in it, and leave it to that code to end."""
+    workers, started = world.size(), world.launched_size()
+    if workers < started:
+        raise RuntimeError(
+            f"a process group that is already up must span all workers, and this one has {workers} of the {started} "
+            f"that the launcher started. Give init_process_group world_size={started}, or call fleet.init() before any "
+            "other code starts torch.distributed."
+        )
+    config = dist.get_backend_config()
+    if backend is not None and _backends(backend) != _backends(config):
+        raise ValueError(
+            f"backend must be that of the process group that is already up, {config!r}, got {backend!r}. Leave it out, "
+            "or call fleet.init() before any other code starts torch.distributed."
+        )
+    tell_once("adopted", f"fleet.init() uses the process group that is already up: {workers} workers, {config}.")
+
+
+def _backends(config: str) -> set[str]:
+    """Of `cpu:gloo,cuda:nccl`: gloo and nccl."""
+    return {part.rpartition(":")[2].lower() for part in config.split(",")}
+
+
 def _is_launched(environment: Mapping[str, str]) -> bool:
     """Whether a launcher has said who this worker is; what it said must be possible, else all would wait for ever."""
     given = {name: environment[name] for name in ("RANK", "WORLD_SIZE") if name in environment}
@@ -56,7 +77,8 @@ def _is_launched(environment: Mapping[str, str]) -> bool:
         ((name, value),) = given.items()
         raise ValueError(
             f"a launcher sets RANK and WORLD_SIZE both, and only {name}={value!r} is set. Start this script with "
-            f"fleetrun or torchrun, or unset {name} to run alone."
+            "fleetrun or torchrun, call fleet.init() after the trainer has started torch.distributed (Fabric: after "
+            f"launch()), or unset {name} to run alone."
         )
     rank, workers = given["RANK"], given["WORLD_SIZE"]
     if not (rank.isdecimal() and workers.isdecimal() and int(rank) < int(workers)):

@@ -3,7 +3,9 @@
 import re
 from collections.abc import Mapping
 
-_FIRST_PORT, _PORTS = 20000, 20000
+from fleetx.comm.variables import port_of_job, whole_number
+
+_REMEDY = "Leave SLURM's variables as srun sets them, or unset SLURM_PROCID to run alone."
 
 
 def slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -23,9 +25,8 @@ def slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:
         "WORLD_SIZE": str(tasks),
         "LOCAL_RANK": str(local),
         "LOCAL_WORLD_SIZE": str(_first_count(environment.get("SLURM_STEP_TASKS_PER_NODE", str(tasks)))),
-        # The same on all tasks, and seldom that of another job on the same host.
         "MASTER_ADDR": environment.get("MASTER_ADDR") or first_host(environment.get(hosts, "localhost"), hosts),
-        "MASTER_PORT": environment.get("MASTER_PORT") or str(_FIRST_PORT + (job + step) % _PORTS),
+        "MASTER_PORT": environment.get("MASTER_PORT") or port_of_job(job + step),
     }
 
 
@@ -37,15 +38,8 @@ def first_host(hosts: str, variable: str = "SLURM_STEP_NODELIST") -> str:
     return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", match.group())
 
 
-_REMEDY = "Leave SLURM's variables as srun sets them, or unset SLURM_PROCID to run alone."
-
-
 def _number(environment: Mapping[str, str], variable: str, default: int | None = None) -> int:
-    text = environment.get(variable, str(default))
-    # No more digits than a number of SLURM has: Python refuses thousands of them with an error of its own.
-    if not re.fullmatch(r"[0-9]{1,19}", text):
-        raise ValueError(f"{variable} must be a whole number, and it is {text!r}. {_REMEDY}")
-    return int(text)
+    return whole_number(environment, variable, _REMEDY, default)
 
 
 def _first_count(text: str) -> int:

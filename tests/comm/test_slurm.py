@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from fleetx.fleet.slurm import first_host, slurm_environment
+from fleetx.comm.slurm import first_host, slurm_environment
 
 TASK = {
     "SLURM_PROCID": "5",
@@ -24,6 +24,8 @@ def test_a_task_of_srun_knows_who_it_is():
         "MASTER_ADDR": "gpu03",
         "MASTER_PORT": "20041",
     }
+    assert slurm_environment(TASK | {"SLURM_JOB_ID": "11999"})["MASTER_PORT"] == "31999"
+    assert slurm_environment(TASK | {"SLURM_JOB_ID": "12000"})["MASTER_PORT"] == "20000"  # connections take 32768 up
     assert slurm_environment(TASK | {"MASTER_ADDR": "a", "MASTER_PORT": "9"})["MASTER_PORT"] == "9"
 
 
