@@ -12,7 +12,7 @@ from fleetx.comm import beats
 from fleetx.comm.beats import BeatReader, Wait, _Beats
 from tests.waiting import wait_for
 
-MESSAGES = {"all_reduce", "all_gather", "broadcast", "barrier", "new_group", "init_process_group"}
+MESSAGES = {"all_reduce", "reduce", "all_gather", "broadcast", "barrier", "new_group", "init_process_group"}
 SOURCE = Path(fleetx.__file__).parent
 # What these send, they send as any script does.
 SCRIPTS = ("demo", "doctor")

@@ -184,9 +184,14 @@ def test_other_data_parallel_wrappers_are_refused(tmp_path):
         dist.destroy_process_group()
 
 
-def test_hierarchy_on_one_machine_is_an_explained_no_op(said):
+def test_hierarchy_of_a_worker_alone_is_an_explained_no_op(said):
     prepared(fleet.DistributedStrategy(nccl_comm_num=3, use_hierarchical_allreduce=True))
-    assert "on one machine use_hierarchical_allreduce and nccl_comm_num change nothing" in said.text
+    assert "use_hierarchical_allreduce and nccl_comm_num change nothing for a worker alone" in said.text
+
+
+def test_ranks_of_a_hierarchy_that_is_off_are_mentioned(said):
+    prepared(fleet.DistributedStrategy(hierarchical_allreduce_inter_nranks=4))
+    assert "hierarchical_allreduce_inter_nranks is set, but use_hierarchical_allreduce is off" in said.text
 
 
 def test_alone_it_is_a_world_of_one(monkeypatch):

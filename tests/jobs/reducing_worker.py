@@ -1,12 +1,17 @@
 """Trains in several ways that must send gradients alike, and saves what came out and what was sent."""
 
+import random
+import socket
 import sys
+import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from fleetx import fleet
+from fleetx.comm.groups import GroupSettings
+from fleetx.comm.reducer import Reducer, ReducerSettings
 from tests import plain
 
 WINDOWS, MICRO_BATCHES = 3, 4
@@ -17,6 +22,39 @@ SENDING_ALIKE = {
     "recompute": {"recompute": True, "recompute_configs": {"checkpoints": ["first", "norm"]}},
     "offload": {"recompute": True, "recompute_configs": {"checkpoints": ["first", "norm"], "enable_offload": True}},
 }
+
+UNFUSED = {"fuse_all_reduce_ops": False}
+IN_TWOS = {"use_hierarchical_allreduce": True, "hierarchical_allreduce_inter_nranks": 2}
+IN_THREES = {"use_hierarchical_allreduce": True, "hierarchical_allreduce_inter_nranks": 3}
+# Ways that must give the same bits, and ways that must give the same sums; each name begins with what it compares to.
+SAME_BITS = {
+    "merge, 3 groups": {"nccl_comm_num": 3},
+    "merge, 20 groups": {"nccl_comm_num": 20},
+    "unfused, 3 groups": UNFUSED | {"nccl_comm_num": 3},
+    "fp16, 3 groups": UNFUSED | {"fp16_allreduce": True, "nccl_comm_num": 3},
+    "in twos, 3 groups": UNFUSED | IN_TWOS | {"nccl_comm_num": 3},
+    "merge, one host": {"use_hierarchical_allreduce": True},
+}
+SAME_SUMS = {
+    "merge, in twos": IN_TWOS,
+    "unfused, in threes": UNFUSED | IN_THREES,
+    "recompute, in twos": SENDING_ALIKE["recompute"] | IN_TWOS,
+    "fp16, in twos": UNFUSED | IN_TWOS | {"fp16_allreduce": True},
+    "bf16, in threes": UNFUSED | IN_THREES | {"bf16_allreduce": True},
+}
+COMPARED_TO = {
+    "unfused": UNFUSED,
+    "fp16": UNFUSED | {"fp16_allreduce": True},
+    "bf16": UNFUSED | {"bf16_allreduce": True},
+    "in twos": UNFUSED | IN_TWOS,
+}
+UNEVEN = {"uneven": {}, "uneven, 3 groups": {"nccl_comm_num": 3}, "uneven, in twos": IN_TWOS}
+ORDERS = {
+    "3 groups": GroupSettings(count=3),
+    "in twos": GroupSettings(hierarchical=True, inner_ranks=2),
+    "2 groups in threes": GroupSettings(count=2, hierarchical=True, inner_ranks=3),
+}
+TRIALS = 25
 
 
 def build(**settings):
@@ -67,9 +105,87 @@ class counted:  # noqa: N801 - used like a function
         dist.all_reduce = self._before
 
 
+def uneven(**settings):
+    """A window begun and given up by all, one after a change of what is frozen, and an epoch that ends unevenly."""
+    model, optimizer = build(**settings)
+    optimizer.minimize(plain.mean_loss(model, micro_batch(0, 0)))
+    optimizer.engine.window.start_over()  # as after an out-of-memory error
+    for window, last in ((0, MICRO_BATCHES), (1, MICRO_BATCHES), (2, fleet.worker_index())):
+        model.norm.bias.requires_grad_(window == 0)
+        for number in range(last):
+            optimizer.minimize(plain.mean_loss(model, micro_batch(window, number)))
+    optimizer.flush()
+    return {"weights": model.state_dict(), "overview": str(optimizer.engine.window.reducer)}
+
+
+def by_host():
+    """Workers 0 and 1 on one host, the others on another."""
+    own_name = socket.gethostname
+    socket.gethostname = lambda: f"host{min(fleet.worker_index() // 2, 1)}"
+    try:
+        # Another number of groups than elsewhere: these are made once.
+        return train(use_hierarchical_allreduce=True, nccl_comm_num=2)
+    finally:
+        socket.gethostname = own_name
+
+
+def random_orders(groups):
+    """Trials in which a sum was wrong: gradients arrive in another order on each worker, late, or not at all."""
+    rank, workers = fleet.worker_index(), fleet.worker_num()
+    return [trial for trial in range(TRIALS) if not _trial(random.Random(trial), rank, workers, groups)]
+
+
+def _trial(common, rank, workers, groups):
+    sizes = [common.randint(1, 400) for _ in range(common.randint(1, 20))]
+    parameters = [torch.nn.Parameter(torch.zeros(size, dtype=torch.float64)) for size in sizes]
+    settings = ReducerSettings(bucket_mib=0.005, last_bucket_mib=0.001, fuse=common.random() < 0.7, groups=groups)
+    reducer = Reducer(parameters, 2, settings)
+    right = True
+    for _ in range(3):
+        # What each worker does in this window, known to all of them; 0 stands for an unused parameter.
+        table = [[common.choice([0, 1, 2, 3]) for _ in sizes] for _ in range(workers)]
+        announcing = [common.random() < 0.1 for _ in range(workers)]
+        empty = [common.random() < 0.1 for _ in range(workers)]
+        own = random.Random(common.random() + rank)
+        idle = [a or e for a, e in zip(announcing, empty, strict=True)]
+        sums = [sum(row[i] for row, no in zip(table, idle, strict=True) if not no) for i in range(len(sizes))]
+        for parameter in parameters:
+            parameter.grad = None
+        if announcing[rank]:
+            extras = reducer.announce(1)
+        else:
+            with reducer.overlapping((1.0, 0.0)):
+                if not empty[rank] and any(table[rank]):
+                    _loss(parameters, table[rank], own).backward()
+            extras = reducer.finish()
+            for parameter, total in zip(parameters, sums, strict=True):
+                given = 0 if parameter.grad is None else parameter.grad.unique().item()
+                right = right and given == total
+        right = right and [extra.item() for extra in extras] == [workers - sum(announcing), sum(announcing)]
+    return right
+
+
+def _loss(parameters, factors, own):
+    """Its backward meets the parameters in a random order, with pauses."""
+    used = [(p, factor) for p, factor in zip(parameters, factors, strict=True) if factor]
+    own.shuffle(used)
+    terms = []
+    for parameter, factor in used:
+        term = parameter.sum() * factor
+        pause = own.random() / 200
+        if own.random() < 0.3:
+            term.register_hook(lambda _grad, pause=pause: time.sleep(pause))
+        terms.append(term)
+    return sum(terms)
+
+
 def main():
     fleet.init()
-    results = {name: train(**settings) for name, settings in SENDING_ALIKE.items()}
+    ways = SENDING_ALIKE | COMPARED_TO | SAME_BITS | SAME_SUMS
+    results = {name: train(**settings) for name, settings in ways.items()}
+    results |= {name: uneven(**UNFUSED, **settings) for name, settings in UNEVEN.items()}
+    results["by host"] = by_host()
+    results["orders"] = {name: random_orders(groups) for name, groups in ORDERS.items()}
     torch.save(results, Path(sys.argv[1]) / f"{fleet.worker_index()}.pt")
 
 

@@ -34,3 +34,46 @@ def test_a_window_is_one_round_of_as_many_messages_as_reported(job, way):
         assert "7 all-reduces, fused into 2 per update (" in result[way]["overview"]
         assert result[way]["counts"] == [0, 0, 0, 2] * (reducing_worker.WINDOWS - 1)
         assert all(map(torch.equal, result[way]["weights"].values(), results[0]["merge"]["weights"].values()))
+
+
+def furthest(ours, theirs):
+    return max((ours[name] - theirs[name]).abs().max().item() for name in ours)
+
+
+@pytest.mark.parametrize("way", [*reducing_worker.SAME_BITS, "uneven, 3 groups"])
+def test_further_process_groups_change_no_bit(job, way):
+    results, _ = job
+    for result in results:
+        assert furthest(result[way]["weights"], results[0][way.partition(",")[0]]["weights"]) == 0
+
+
+@pytest.mark.parametrize("way", [*reducing_worker.SAME_SUMS, "by host", "uneven, in twos"])
+def test_a_hierarchy_gives_the_same_sums(job, way):
+    """With merge, a frozen part, an unused parameter; groups of 3 workers are uneven."""
+    results, _ = job
+    compared = "merge" if way == "by host" else way.partition(",")[0]
+    tolerance = {"fp16": 2e-3, "bf16": 2e-2}.get(compared, 1e-12)
+    for result in results:
+        assert furthest(result[way]["weights"], results[0][compared]["weights"]) < tolerance
+        assert furthest(result[way]["weights"], results[0][way]["weights"]) == 0
+
+
+@pytest.mark.parametrize("groups", reducing_worker.ORDERS)
+def test_gradients_may_arrive_in_any_order_and_uneven_ends_take_the_same_path(job, groups):
+    results, _ = job
+    assert [result["orders"][groups] for result in results] == [[]] * len(results)
+
+
+def test_the_overview_shows_the_groups(job):
+    results, logs = job
+    shown = {way: result["overview"].rpartition(")")[2] for way, result in results[0].items() if way != "orders"}
+    assert shown["merge"] == ""
+    assert shown["merge, 3 groups"] == ", over 3 process groups"
+    if len(results) == 4:
+        assert shown["merge, in twos"] == ", within 2 groups of 2 + 2 workers, then between them"
+        assert shown["unfused, in threes"] == ", within 2 groups of 3 + 1 workers, then between them"
+        assert shown["by host"] == (", over 2 process groups, within 2 groups of 2 + 2 workers, then between them")
+    else:
+        assert shown["merge, in twos"] == ""
+    reason = "all workers are on one machine (" if len(results) == 4 else "the 2 workers are one group"
+    assert f"use_hierarchical_allreduce changes nothing here: {reason}" in logs[0]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fleetx.comm import beats
 from fleetx.comm.buckets import MIB, lay_out
+from fleetx.comm.groups import Groups, GroupSettings, Message, Pipeline, groups_for
 from fleetx.names import label, position
 from fleetx.units import format_bytes
 
@@ -30,18 +31,20 @@ class ReducerSettings:
     last_bucket_mib: float = 1.0
     fuse: bool = True
     wire_dtype: torch.dtype | None = None
+    groups: GroupSettings = field(default_factory=GroupSettings)
 
 
 @dataclass
 class _Bucket:
     """One message: the gradients of some parameters side by side, in the last bucket followed by a tail."""
 
+    number: int
     indices: list[int]
     buffer: Tensor
     payload: Tensor
     missing: set[int] = field(default_factory=set)
     wire: Tensor | None = None
-    work: dist.Work | None = None
+    message: Message | None = None
 
 
 class Reducer:
@@ -57,12 +60,19 @@ class Reducer:
         self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.indices}
         self._tail = self._buckets[-1].buffer[self._buckets[-1].payload.numel() :]
         self._next = 0
+        self._pipeline = Pipeline()
         self._prescale: float | Tensor = 1.0
+        self._applied = str(self._groups)  # makes them, as all workers are here together
 
     @property
     def payloads(self) -> list[Tensor]:
         """The memory that holds all reduced gradients, a tensor for each bucket."""
         return [bucket.payload for bucket in self._buckets if bucket.indices]
+
+    @property
+    def _groups(self) -> Groups:
+        # Looked up, not held: a reducer outlives the process groups of a job that is shut down.
+        return groups_for(self.settings.groups, self._buckets[0].buffer.device)
 
     @property
     def bucket_count(self) -> int:
@@ -73,7 +83,7 @@ class Reducer:
         """How gradients travel, for people."""
         sizes = [b.buffer.numel() * (b.wire if b.wire is not None else b.buffer).itemsize for b in self._buckets]
         shown = [format_bytes(size) for size in sizes[:_MOST_SHOWN]] + ["..."] * (len(sizes) > _MOST_SHOWN)
-        sent = f"({', '.join(shown)})"
+        sent = f"({', '.join(shown)}){self._applied}"
         if not self.settings.fuse:
             return f"{len(sizes)} all-reduces per update, not fused, as fuse_all_reduce_ops = False {sent}"
         return f"{len(self.parameters)} all-reduces, fused into {len(sizes)} per update {sent}"
@@ -124,11 +134,11 @@ class Reducer:
         What it merged so far lies in the buckets, and stays.
         """
         for bucket in self._buckets:
-            message = torch.zeros_like(bucket.buffer if bucket.wire is None else bucket.wire)
+            numbers = torch.zeros_like(bucket.buffer if bucket.wire is None else bucket.wire)
             if bucket is self._buckets[-1]:
-                message[bucket.payload.numel() + place] = 1
-            dist.all_reduce(message)
-        return list(message[self._buckets[-1].payload.numel() :][: self.extras].unbind())
+                numbers[bucket.payload.numel() + place] = 1
+            self._pipeline.receive(self._depart(bucket, numbers))
+        return list(numbers[self._buckets[-1].payload.numel() :][: self.extras].unbind())
 
     def adopt(self) -> None:
         """Move gradients into the buckets between micro-batches, so that only one copy of them is held."""
@@ -157,18 +167,18 @@ class Reducer:
             carries_tail = number == len(groups) - 1 and not separate_tail
             device, dtype = kinds[group[0]]
             indices = [order[item] for item in group]
-            buckets.append(self._bucket(indices, device, dtype, tail if carries_tail else 0))
+            buckets.append(self._bucket(number, indices, device, dtype, tail if carries_tail else 0))
         if separate_tail:
             device, dtype = kinds[groups[-1][0]]
-            buckets.append(self._bucket([], device, dtype, tail))
+            buckets.append(self._bucket(len(groups), [], device, dtype, tail))
         return buckets
 
-    def _bucket(self, indices: list[int], device: torch.device, dtype: torch.dtype, tail: int) -> _Bucket:
+    def _bucket(self, number: int, indices: list[int], device: torch.device, dtype: torch.dtype, tail: int) -> _Bucket:
         # Complex numbers travel as pairs of real ones: what is compressed, counted or measured is real.
         reals = 2 if dtype.is_complex else 1
         numels = [reals * self.parameters[index].numel() for index in indices]
         buffer = torch.zeros(sum(numels) + tail, device=device, dtype=dtype.to_real())
-        bucket = _Bucket(indices, buffer, buffer[: sum(numels)])
+        bucket = _Bucket(number, indices, buffer, buffer[: sum(numels)])
         for index, piece in zip(indices, bucket.payload.split(numels), strict=True):
             numbers = torch.view_as_complex(piece.view(-1, 2)) if dtype.is_complex else piece
             self._views[index] = _shaped_like(numbers, self.parameters[index])
@@ -194,7 +204,7 @@ class Reducer:
 
     def _arrive(self, index: int) -> None:
         bucket = self._bucket_of[index]
-        if bucket.work is not None:
+        if bucket.message is not None:
             raise RuntimeError(
                 f"{label(self.parameters[index])} received another gradient in the same backward after its bucket had "
                 "left: reentrant checkpointing of a shared module does this. "
@@ -205,6 +215,7 @@ class Reducer:
         while self._next < len(self._buckets) and not self._buckets[self._next].missing:
             self._send(self._buckets[self._next])
             self._next += 1
+        self._pipeline.advance()
 
     def _collect(self, index: int) -> None:
         """Put one parameter's gradient into its place, or zeros and a lowered flag if there is none."""
@@ -222,18 +233,22 @@ class Reducer:
     def _send(self, bucket: _Bucket) -> None:
         if not (isinstance(self._prescale, float) and self._prescale == 1.0):
             bucket.payload.mul_(self._prescale)
-        message = bucket.buffer
+        numbers = bucket.buffer
         if bucket.wire is not None:
             # Dividing first keeps the sum of many workers inside fp16's range.
-            message = bucket.wire.copy_(bucket.buffer.div_(dist.get_world_size()))
-        with beats.waiting():  # NCCL connects the workers when the first message is sent
-            bucket.work = dist.all_reduce(message, async_op=True)
+            numbers = bucket.wire.copy_(bucket.buffer.div_(dist.get_world_size()))
+        bucket.message = self._depart(bucket, numbers)
         self.messages += 1
 
+    def _depart(self, bucket: _Bucket, numbers: Tensor) -> Message:
+        """Buckets take the process groups in turn: which one depends on the layout alone."""
+        stages = self._groups.stages
+        return self._pipeline.send(numbers, stages[bucket.number % len(stages)])
+
     def _receive(self, bucket: _Bucket) -> None:
-        assert bucket.work is not None
-        bucket.work.wait()
-        bucket.work = None
+        assert bucket.message is not None
+        self._pipeline.receive(bucket.message)
+        bucket.message = None
         if bucket.wire is not None:
             bucket.buffer.copy_(bucket.wire).mul_(dist.get_world_size())
 
@@ -249,8 +264,9 @@ class Reducer:
                 self.parameters[index].grad = self._views[index]
 
     def _abandon(self) -> None:
+        self._pipeline = Pipeline()
         for bucket in self._buckets:
-            bucket.work = None
+            bucket.message = None
 
 
 def require_dense(parameter: Tensor, grad: Tensor) -> Tensor:

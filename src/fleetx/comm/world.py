@@ -28,8 +28,3 @@ def is_first() -> bool:
 def launched_size() -> int:
     """How many workers the launcher says it started, whether or not this one has joined them yet."""
     return int(torch_variables().get("WORLD_SIZE", "1"))
-
-
-def host_count() -> int:
-    """How many machines the launcher says it started workers on."""
-    return max(1, launched_size() // int(torch_variables().get("LOCAL_WORLD_SIZE", launched_size())))

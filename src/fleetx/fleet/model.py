@@ -124,15 +124,15 @@ def _hint_at_bfloat16(model: nn.Module, strategy: DistributedStrategy) -> None:
 
 
 def _explain_communication(strategy: DistributedStrategy) -> None:
-    """Settings that only several machines could honour."""
-    if not strategy.use_hierarchical_allreduce and strategy.nccl_comm_num == 1:
-        return
-    if world.host_count() > 1:
-        raise ValueError(
-            "use_hierarchical_allreduce and nccl_comm_num > 1 are not supported between machines yet. Leave them at "
-            "their defaults: the plain all-reduce gives the same sums."
+    """What the settings for several workers do not do; what they do is said when the first window is reduced."""
+    if world.size() == 1 and (strategy.use_hierarchical_allreduce or strategy.nccl_comm_num > 1):
+        tell_once(
+            "hierarchy",
+            "use_hierarchical_allreduce and nccl_comm_num change nothing for a worker alone: it sends nothing.",
         )
-    tell_once(
-        "hierarchy",
-        "on one machine use_hierarchical_allreduce and nccl_comm_num change nothing: one all-reduce.",
-    )
+    if strategy.hierarchical_allreduce_inter_nranks > 1 and not strategy.use_hierarchical_allreduce:
+        tell_once(
+            "off-hierarchy",
+            "hierarchical_allreduce_inter_nranks is set, but use_hierarchical_allreduce is off and does nothing: set "
+            "use_hierarchical_allreduce = True.",
+        )

@@ -15,6 +15,7 @@ from fleetx import inference, names
 from fleetx.amp import LossScaler, low_dtype
 from fleetx.buffers import WindowBuffers
 from fleetx.comm import world
+from fleetx.comm.groups import GroupSettings
 from fleetx.comm.guard import ParameterGuard
 from fleetx.comm.reducer import ReducerSettings
 from fleetx.fleet import checks, oom
@@ -399,6 +400,11 @@ def _reducer_settings(strategy: DistributedStrategy) -> ReducerSettings:
         last_bucket_mib=strategy.last_comm_group_size_MB,
         fuse=strategy.fuse_all_reduce_ops,
         wire_dtype=wire,
+        groups=GroupSettings(
+            count=strategy.nccl_comm_num,
+            hierarchical=strategy.use_hierarchical_allreduce,
+            inner_ranks=strategy.hierarchical_allreduce_inter_nranks,
+        ),
     )
 
 

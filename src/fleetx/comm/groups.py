@@ -1,0 +1,229 @@
+"""The process groups through which messages are summed: one or several over all workers, or a hierarchy.
+
+A hierarchy sums within each group of workers first, then between the groups' first workers, and hands the sums out
+within each group. So what crosses between machines grows with their number, not with that of the workers.
+
+No worker waits while backward runs: a message enters its next stage when gradients arrive after it has left the one
+before. When that is differs from worker to worker, yet each process group must see its messages in the same order on
+all of them. Therefore a process group serves one stage only, and no message enters a stage before those sent earlier.
+"""
+
+import hashlib
+import socket
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fleetx.comm import beats, world
+from fleetx.notices import tell_once
+
+Stage = Callable[[Tensor], dist.Work | None]
+"""Starts one part of an all-reduce; gives None where this worker has no part in it."""
+
+
+@dataclass(frozen=True)
+class GroupSettings:
+    """How many process groups share the messages, and whether each is a hierarchy, as the strategy says it."""
+
+    count: int = 1
+    hierarchical: bool = False
+    inner_ranks: int = 1  # of one group of a hierarchy; 1: all workers of one host
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The stages of each all-reduce, for those that share the messages round-robin; and who is in which group."""
+
+    stages: tuple[tuple[Stage, ...], ...]
+    members: list[list[int]] | None = None
+
+    def __str__(self) -> str:
+        """What was applied, for people; empty if nothing was."""
+        said = f", over {len(self.stages)} process groups" if len(self.stages) > 1 else ""
+        if self.members is not None:
+            sizes = " + ".join(str(len(ranks)) for ranks in self.members)
+            said += f", within {len(self.members)} groups of {sizes} workers, then between them"
+        return said
+
+
+class Message:
+    """A tensor on its way through the stages of an all-reduce."""
+
+    def __init__(self, tensor: Tensor, stages: Sequence[Stage]) -> None:
+        self._tensor = tensor
+        self._stages = stages
+        self._work = stages[0](tensor)
+        self.entered = 1  # how many stages
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it has entered its last stage."""
+        return self.entered == len(self._stages)
+
+    def advance(self, furthest: int) -> None:
+        """Enter further stages, at most `furthest` in all, without waiting for one that is not complete."""
+        while self.entered < min(furthest, len(self._stages)) and (self._work is None or self._work.is_completed()):
+            self.wait()
+            self._work = self._stages[self.entered](self._tensor)
+            self.entered += 1
+
+    def wait(self) -> None:
+        """Until the stage that was entered last is complete; raises what went wrong in it."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+
+class Pipeline:
+    """The messages that are on their way, in the order in which all workers send them."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Message] = []  # for a further stage
+
+    def send(self, tensor: Tensor, stages: Sequence[Stage]) -> Message:
+        """Let a message enter its first stage."""
+        message = Message(tensor, stages)
+        if not message.has_left:
+            self._waiting.append(message)
+        return message
+
+    def advance(self) -> None:
+        """Let messages enter further stages, none before one that was sent earlier."""
+        if not self._waiting:
+            return
+        furthest = len(self._waiting[0]._stages)
+        for message in self._waiting:
+            message.advance(furthest)
+            furthest = message.entered
+            if furthest == 1:
+                break
+        self._waiting = [message for message in self._waiting if not message.has_left]
+
+    def receive(self, message: Message) -> None:
+        """Wait until a message is summed; those that were sent earlier must have been received."""
+        while not message.has_left:
+            message.wait()
+            self.advance()
+        message.wait()
+
+
+# For each default group: when it is gone, nothing holds the others that belong to it.
+_made: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[GroupSettings, torch.device], Groups]]"
+_made = weakref.WeakKeyDictionary()
+
+
+def groups_for(settings: GroupSettings, device: torch.device) -> Groups:
+    """The groups for tensors on this device, made when they are first asked for: all workers must do so together."""
+    default = dist.group.WORLD
+    assert default is not None
+    made = _made.setdefault(default, {})
+    key = (settings, torch.device(device.type))
+    if key not in made:
+        made[key] = _make(settings, device)
+    return made[key]
+
+
+def _make(settings: GroupSettings, device: torch.device) -> Groups:
+    members = _members(settings, device)
+    if members is None:
+        further = [_own([list(range(world.size()))]) for _ in range(settings.count - 1)]
+        return Groups(tuple((_all_reduce(group),) for group in (None, *further)))
+    return Groups(tuple(_hierarchy(members) for _ in range(settings.count)), members)
+
+
+def _members(settings: GroupSettings, device: torch.device) -> list[list[int]] | None:
+    """The ranks of each group of the hierarchy; None, and an explanation, where it would change nothing."""
+    if not settings.hierarchical:
+        return None
+    if _backend(device) == "nccl":
+        _explain("on GPUs NCCL itself chooses rings, trees or switches, within machines and between them")
+        return None
+    workers = range(world.size())
+    if settings.inner_ranks > 1:
+        members = [list(workers[start : start + settings.inner_ranks]) for start in workers[:: settings.inner_ranks]]
+    else:
+        hosts = _hosts(device)
+        members = [[rank for rank in workers if hosts[rank] == host] for host in dict.fromkeys(hosts)]
+    if len(members) == 1:
+        _explain(
+            f"the {len(workers)} workers are one group"
+            if settings.inner_ranks > 1
+            else f"all workers are on one machine ({socket.gethostname()}); hierarchical_allreduce_inter_nranks = N "
+            "makes groups of N workers"
+        )
+        return None
+    if len(members) == len(workers):
+        _explain("each machine has one worker")
+        return None
+    return members
+
+
+def _explain(why: str) -> None:
+    tell_once("hierarchy", f"use_hierarchical_allreduce changes nothing here: {why}.")
+
+
+def _backend(device: torch.device) -> str:
+    """What carries tensors of this device."""
+    backends = dict(entry.split(":") for entry in dist.get_backend_config().split(","))
+    return backends.get(device.type, "")
+
+
+@beats.waiting()
+def _hosts(device: torch.device) -> list[bytes]:
+    """What tells the host of each worker from others."""
+    digest = hashlib.sha256(socket.gethostname().encode()).digest()
+    mine = torch.tensor(list(digest), dtype=torch.uint8, device=device)
+    hosts = [torch.empty_like(mine) for _ in range(world.size())]
+    dist.all_gather(hosts, mine)
+    return [bytes(host.tolist()) for host in hosts]
+
+
+def _hierarchy(members: list[list[int]]) -> tuple[Stage, ...]:
+    """Three stages, each with process groups of its own."""
+    several = [ranks for ranks in members if len(ranks) > 1]
+    first = next(ranks[0] for ranks in members if world.rank() in ranks)
+    gathering, between, spreading = _own(several), _own([[ranks[0] for ranks in members]]), _own(several)
+    return (
+        _no_part if gathering is None else _reduce(gathering, first),
+        _no_part if between is None else _all_reduce(between),
+        _no_part if spreading is None else _broadcast(spreading, first),
+    )
+
+
+@beats.waiting()
+def _own(members: list[list[int]]) -> dist.ProcessGroup | None:
+    """Of process groups of these ranks the one that this worker is in. All workers make all of them."""
+    made = [dist.new_group(ranks) for ranks in members]
+    return next((group for group in made if isinstance(group, dist.ProcessGroup)), None)
+
+
+def _no_part(_message: Tensor) -> None:
+    """A stage of other workers."""
+
+
+def _all_reduce(group: dist.ProcessGroup | None) -> Stage:
+    @beats.waiting()  # NCCL connects the workers when the first message is sent
+    def stage(message: Tensor) -> dist.Work | None:
+        return dist.all_reduce(message, group=group, async_op=True)
+
+    return stage
+
+
+def _reduce(group: dist.ProcessGroup, to: int) -> Stage:
+    @beats.waiting()
+    def stage(message: Tensor) -> dist.Work | None:
+        return dist.reduce(message, to, group=group, async_op=True)
+
+    return stage
+
+
+def _broadcast(group: dist.ProcessGroup, source: int) -> Stage:
+    @beats.waiting()
+    def stage(message: Tensor) -> dist.Work | None:
+        return dist.broadcast(message, source, group=group, async_op=True)
+
+    return stage
