@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleetx import amp, inference, slicing
-from fleetx.comm import beats, world
+from fleetx.comm import batch_norms, beats, world
 from fleetx.fleet import checks, oom
 from fleetx.fleet.model import distributed_model, is_prepared
 from fleetx.fleet.optimizer import DistributedOptimizer, distributed_optimizer
@@ -122,6 +122,7 @@ class Step:
         if world.size() > 1 and slicing.is_empty(batch):
             return self._merge_nothing(batch)
         micro_batches = self._cut(batch)
+        self._require_forwards(len(micro_batches), slicing.batch_size(batch))
         self._engine.window.discard()  # the last gradients need not live through the forward
         device = self._engine.updater.device
         shares = Shares([self._count(micro) for micro in micro_batches], device)
@@ -139,6 +140,7 @@ class Step:
                 names = names or tuple(sorted(losses.values))  # in the same order on all workers
                 _require_names(names, losses.values)
                 weighted = [self._weigh(shares, index, name, losses) for name in names]
+                self._require_backward(weighted)
                 ends = index == len(micro_batches) - 1 and not reduce_later
                 self._engine.merge(weighted, Weighing("sum"), weight=1, ends=ends, names=names)
         except BaseException as error:
@@ -155,12 +157,8 @@ class Step:
         Its model is not called: few models and losses can do with no samples.
         """
         beats.beat()
-        if any(isinstance(module, nn.SyncBatchNorm) and module.training for module in self.model.modules()):
-            raise ValueError(
-                "this worker's batch is empty (first dimension 0), and the model has SyncBatchNorm layers, whose "
-                "statistics all workers exchange in each forward. Give each worker samples: ShardedBatches(..., "
-                "last='wrap') or last='drop' does."
-            )
+        if batch_norms.exchange_in_training(self.model):
+            raise ValueError(f"this worker's batch is empty (first dimension 0), {_SAMPLES_FOR_NORMS}")
         self._engine.window.discard()
         return Shares(
             [dict.fromkeys([SAMPLES, *map(_items_of, self._items_in(batch))], 0)], self._engine.updater.device
@@ -178,6 +176,26 @@ class Step:
                 f"gradient_merge_configs.k_steps is {k_steps}, but the first batch has only {size} samples: "
                 f"it cannot be cut into {k_steps} micro-batches. Lower k_steps or raise the batch size. "
                 "(Only a later, shorter batch may have fewer.)"
+            )
+
+    def _require_forwards(self, count: int, samples: int) -> None:
+        """Norms over all workers wait in each forward, so all workers must have equally many."""
+        k_steps = self._engine.k_steps
+        if count < k_steps and world.size() > 1 and batch_norms.exchange_in_training(self.model):
+            raise ValueError(
+                f"gradient_merge_configs.k_steps is {k_steps}, but this worker's batch has only {samples} samples, "
+                f"{_SAMPLES_FOR_NORMS}"
+            )
+
+    def _require_backward(self, losses: list[Weighed]) -> None:
+        """So must the backwards be, in which they wait again."""
+        if any(loss.value.requires_grad for loss in losses) or world.size() == 1:
+            return
+        if batch_norms.exchange_in_training(self.model):
+            raise ValueError(
+                "all losses of a micro-batch are constants here, and the model has SyncBatchNorm layers, which wait "
+                "for all workers in each backward. Compute the losses from the model's output also where a task has "
+                "no items: Step gives them a zero gradient."
             )
 
     def _count(self, micro: Batch) -> Counts:
@@ -259,6 +277,12 @@ def _require_names(names: tuple[str, ...], losses: dict[str, Tensor]) -> None:
         raise ValueError(
             f"every micro-batch must give the same losses: {', '.join(names)} at first, {', '.join(losses)} now."
         )
+
+
+_SAMPLES_FOR_NORMS = (
+    "and the model has SyncBatchNorm layers, whose statistics all workers exchange in each forward. Give each worker "
+    "samples: ShardedBatches(..., last='wrap') or last='drop' does."
+)
 
 
 def _items_of(name: str) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from fleetx.comm import batch_norms
 from fleetx.numbers import Number
 
 
@@ -26,7 +27,8 @@ def muted(losses: Sequence[Tensor], counts: Sequence[Number], parameters: Sequen
     if not any(_may_be_empty(count) for count in counts):
         yield
         return
-    if len(losses) == 1 or not any(isinstance(count, Tensor) or count for count in counts):
+    alone = len(losses) == 1 or not any(isinstance(count, Tensor) or count for count in counts)
+    if alone and not batch_norms.are_in_use():
         hook = _hook_of_a_parameter(counts[0])
         hooks = [parameter.register_hook(hook) for parameter in parameters if parameter.requires_grad]
     else:
@@ -58,10 +60,15 @@ def _kept(grad: Tensor, count: Number) -> Tensor:
     return torch.zeros_like(grad)
 
 
+def _is_parameter(node: Node) -> bool:
+    return type(node).__name__ == "AccumulateGrad"
+
+
 def _exits(losses: Sequence[Tensor], counts: Sequence[Number]) -> list[tuple[Node, int]]:
     """The last steps that a loss which may be empty has to itself, with its place.
 
-    After them the backward comes to what several losses share, or to parameters.
+    After them the backward comes to what several losses share, or to parameters; or to norms over all workers, through
+    which the other workers' losses reach the parameters too.
     """
     owners = _owners(losses)
     found = []
@@ -70,7 +77,7 @@ def _exits(losses: Sequence[Tensor], counts: Sequence[Number]) -> list[tuple[Nod
         if len(places) > 1 or not _may_be_empty(counts[place]):
             continue
         following = [child for child, _ in node.next_functions if child is not None]
-        if any(len(owners.get(child, ())) != 1 for child in following):  # parameters have no entry
+        if any(len(owners.get(child, ())) != 1 for child in following):  # parameters and norms have no entry
             found.append((node, place))
     return found
 
@@ -100,6 +107,6 @@ def _owners(losses: Sequence[Tensor]) -> dict[Node, frozenset[int]]:
             continue
         opened.add(node)
         for child, _ in node.next_functions:
-            if child is not None and type(child).__name__ != "AccumulateGrad":
+            if child is not None and not batch_norms.is_synchronized(child) and not _is_parameter(child):
                 reach(child, owners[node])
     return owners

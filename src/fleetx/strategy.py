@@ -28,7 +28,6 @@ UNBUILT = {
     "localsgd": "local SGD",
     "dgc": "deep gradient compression",
     "sharding": "sharding of optimizer states",
-    "sync_batch_norm": "batch norm over all ranks",
 }
 
 
@@ -217,7 +216,7 @@ class DistributedStrategy(Settings):
     bf16_allreduce = Bool(False)
     find_unused_parameters = Bool(False)
 
-    sync_batch_norm = Bool(False)
+    sync_batch_norm = Bool(False)  # statistics of BatchNorm layers over all ranks
     compile = Bool(False)
 
     execution_strategy = Section(ExecutionStrategy)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fleetx.comm import sharing, stopping, world
 from fleetx.comm.agreement import require_agreement
+from fleetx.comm.batch_norms import backward_in_units
 from fleetx.comm.reducer import Reducer, ReducerSettings, require_dense
 from fleetx.names import label
 from fleetx.notices import tell_once
@@ -271,7 +272,8 @@ class Window:
         try:
             # With no other window open the choice is left to autograd, which is faster.
             others_open = any(other.held for other in _windows if other is not self)
-            objective.backward(retain_graph=retain_graph, inputs=self._members if others_open else None)
+            with backward_in_units(self._unit):
+                objective.backward(retain_graph=retain_graph, inputs=self._members if others_open else None)
         except RuntimeError as error:
             if "second time" in str(error):
                 error.add_note("FleetX: minimize() runs backward itself. Leave out your own loss.backward().")
@@ -303,14 +305,18 @@ class Window:
         reducer = self._fitting_reducer()
         # A worker without samples, or whose data ran out first, joins the others with nothing to add.
         losses = self.losses or [torch.zeros(())] * (reducer.extras - len(_FACTS))
-        # Counts of different workers have different units, so these are taken back before the sum.
-        prescale = self.weighing.unit if self.weighing.kind == "items" else 1.0
+        prescale = self._unit
         by_items = self.held > 0 and self.weighing.kind == "items"
         facts = (self.held > 0, by_items, leaving, stopping.is_wanted(), False)
         extras = [self.weight, *map(float, facts), *(loss * prescale for loss in losses)]
         with reducer.overlapping(extras, prescale):
             yield
         self._has_left = True
+
+    @property
+    def _unit(self) -> Number:
+        """Counts of different workers have different units, which are taken back before anything is summed."""
+        return self.weighing.unit if self.weighing.kind == "items" else 1.0
 
     def _divisor(self, weight: Number) -> Number:
         if self.weighing.kind == "sum":

@@ -9,9 +9,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fleetx import inference, names
 from fleetx.amp import apply_precision, low_dtype
-from fleetx.comm import beats, world
+from fleetx.comm import batch_norms, beats, world
 from fleetx.comm.broadcast import broadcast_module
-from fleetx.fleet.activations import prepare_activations
+from fleetx.fleet.activations import is_planned, prepare_activations
 from fleetx.fleet.wrappers import require_unwrapped
 from fleetx.notices import tell_once
 from fleetx.strategy import LOSS_SCALE, DistributedStrategy
@@ -42,6 +42,8 @@ def distributed_model(model: nn.Module, strategy: DistributedStrategy | None = N
     beats.expect(True)  # who has a model is going to train
     names.record(model)
     broadcast_module(model)
+    if strategy.sync_batch_norm and world.size() > 1:
+        _synchronize_norms(model, strategy)
     if strategy.amp:
         _hint_at_bfloat16(model, strategy)
         apply_precision(model, strategy.amp_configs)
@@ -121,6 +123,25 @@ def _hint_at_bfloat16(model: nn.Module, strategy: DistributedStrategy) -> None:
             "amp uses float16, Fleet's default, with a dynamic loss scale. This device also computes in bfloat16, "
             "which needs no scale and skips no step: amp_configs = {'dtype': 'bfloat16'}.",
         )
+
+
+def _synchronize_norms(model: nn.Module, strategy: DistributedStrategy) -> None:
+    """Before anything is hooked to the model that may run it."""
+    if is_planned(model, strategy):
+        raise ValueError(
+            'sync_batch_norm does not go with recompute_configs.checkpoints = "auto" yet: the planner tries the model '
+            "on each worker by itself, and its norms would wait for the others. Name the checkpoints, or set "
+            "sync_batch_norm = False."
+        )
+    count = batch_norms.synchronize(model)
+    merging = strategy.gradient_merge and strategy.gradient_merge_configs.k_steps > 1
+    whose = "each micro-batch of" if merging else "each batch of"
+    tell_once(
+        "sync-batch-norm",
+        f"sync_batch_norm: {count} BatchNorm layers take the statistics of {whose} all {world.size()} workers."
+        if count
+        else "sync_batch_norm is on, but the model has no BatchNorm layers: it changes nothing.",
+    )
 
 
 def _explain_communication(strategy: DistributedStrategy) -> None:

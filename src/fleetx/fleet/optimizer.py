@@ -15,6 +15,7 @@ from fleetx import inference, names
 from fleetx.amp import LossScaler, low_dtype
 from fleetx.buffers import WindowBuffers
 from fleetx.comm import world
+from fleetx.comm.batch_norms import count_synchronized
 from fleetx.comm.groups import GroupSettings
 from fleetx.comm.guard import ParameterGuard
 from fleetx.comm.reducer import ReducerSettings
@@ -230,6 +231,8 @@ class DistributedOptimizer(Optimizer):
         tables = [self.inner.exclusion_table()] if isinstance(self.inner, Lars | Lamb | Muon) else []
         if self.engine.window.reducer is not None:
             tables.append(str(self.engine.window.reducer))
+        norms = count_synchronized(models_of(self.engine.updater.parameters()))
+        tables += [f"{norms} BatchNorm layers over {world.size()} workers"] if norms else []
         return "\n".join([self.strategy.overview(width), *tables, *([] if self.plan is None else [str(self.plan)])])
 
     @property

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fleetx.comm.exchanges import noting
 from fleetx.memory import dear as dear_outputs
 from fleetx.memory import randomness
 from fleetx.memory.buffers import Snapshot
@@ -127,6 +128,7 @@ class NotedLeaf(Leaf):
         self.dear = dear
         self.random: randomness.State | None = None  # where generators were before, if that is noted
         self.callee: Callable[..., Any] = module
+        self.exchanged = self.inside.enter_context(noting())
 
     def enter(self) -> None:
         """Until it is left, its dear outputs are noted, if it has such."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fleetx.comm import exchanges
 from fleetx.memory import dear, randomness
 from fleetx.memory.checking import checksum, is_equal
 from fleetx.memory.offload import Offloader, Trip, View, is_worth_moving
@@ -261,7 +262,8 @@ class Repetition:
         self._put_generators(call)
         giving = nullcontext() if call.dear is None else dear.Giving(call.dear)
         restored = nullcontext([]) if call.snapshot is None else call.snapshot.restored()
-        with restored as buffers, torch.autograd.graph.saved_tensors_hooks(*self._hooks), giving:
+        hooks = torch.autograd.graph.saved_tensors_hooks(*self._hooks)
+        with restored as buffers, hooks, giving, exchanges.giving(call.exchanged):
             for buffer in buffers:
                 self._note_copy(buffer)
             yield

@@ -110,6 +110,7 @@ class Call:
     random: randomness.State | None = None  # where generators were before, if it draws and somebody may have moved them
     hidden: Any = None  # of a module: tensors in arguments into which nobody can look
     sums: list[Any] | None = None  # of a module: checksums of what it gave
+    exchanged: list[Tensor] = field(default_factory=list)  # what it learned from other workers, for it is asked once
 
 
 @dataclass(eq=False)

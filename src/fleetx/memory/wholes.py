@@ -95,7 +95,7 @@ class Wholes:
         frame = self._run.frame
         saves = range(leaf.first, len(frame.looks))
         call = frame.tape.note_call(leaf.callee, leaf.noted, output, leaf.where, saves)
-        call.dear, call.hidden = leaf.dear, leaf.hidden
+        call.dear, call.hidden, call.exchanged = leaf.dear, leaf.hidden, leaf.exchanged
         self._run.note_draws(call, leaf.random)
         if frame.is_checked:
             outputs = tensors_in(output)
