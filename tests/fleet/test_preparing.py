@@ -34,6 +34,15 @@ def test_the_model_stays_itself():
     assert list(net.state_dict()) == keys
 
 
+def test_batch_norms_of_one_worker_stay_as_they_are(said):
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    strategy = fleet.DistributedStrategy(sync_batch_norm=True)
+    prepared(strategy, net)
+    assert type(net[1]) is nn.BatchNorm1d
+    assert not said.text
+    assert "sync_batch_norm" in str(strategy)
+
+
 def test_a_strategy_in_use_is_frozen():
     strategy = fleet.DistributedStrategy()
     prepared(strategy)

@@ -71,4 +71,4 @@ def test_a_batch_that_would_hold_up_the_others_is_refused(found):
         for message in (worker["empty"], worker["short"]):
             assert "the model has SyncBatchNorm layers" in message
             assert "last='drop'" in message
-        assert 'sync_batch_norm does not go with recompute_configs.checkpoints = "auto" yet' in worker["planned"]
+        assert 'sync_batch_norm must not be on with recompute_configs.checkpoints = "auto" yet' in worker["planned"]

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 import fleetx
+from fleetx.comm import world
 from fleetx.planner.asked import check
 from fleetx.planner.fitting import DoesNotFit
 from fleetx.planner.meter import CountingMeter
@@ -70,6 +71,12 @@ def asked(model=None, **settings):
 def test_what_cannot_be_meant_is_refused_with_a_remedy(settings, error, message):
     with pytest.raises(error, match=message):
         asked(**settings)
+
+
+def test_a_model_whose_norms_wait_for_other_workers_is_refused(monkeypatch):
+    monkeypatch.setattr(world, "size", lambda: 2)
+    with pytest.raises(ValueError, match=r"wait for all 2 workers in each forward. Plan with nn.BatchNorm layers"):
+        asked(nn.Sequential(nn.Linear(16, 16), nn.SyncBatchNorm(16)))
 
 
 @pytest.mark.parametrize(

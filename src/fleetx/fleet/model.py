@@ -129,9 +129,9 @@ def _synchronize_norms(model: nn.Module, strategy: DistributedStrategy) -> None:
     """Before anything is hooked to the model that may run it."""
     if is_planned(model, strategy):
         raise ValueError(
-            'sync_batch_norm does not go with recompute_configs.checkpoints = "auto" yet: the planner tries the model '
-            "on each worker by itself, and its norms would wait for the others. Name the checkpoints, or set "
-            "sync_batch_norm = False."
+            'sync_batch_norm must not be on with recompute_configs.checkpoints = "auto" yet, got True: the planner may '
+            "try other micro-batches on one worker than on the others, which its norms would wait for. Name the "
+            "checkpoints, or set sync_batch_norm = False."
         )
     count = batch_norms.synchronize(model)
     merging = strategy.gradient_merge and strategy.gradient_merge_configs.k_steps > 1

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from fleetx import inference
+from fleetx.comm import batch_norms, world
 from fleetx.memory import Segment
 from fleetx.memory.names import find_cuts, matches
 from fleetx.memory.structures import tensors_in
@@ -43,6 +44,7 @@ def check(
         raise TypeError(f"fleetx.plan takes an nn.Module, not a {type(model).__name__}.")
     inference.refuse_mode("fleetx.plan")
     inference.refuse_model(model)
+    _check_alone(model)
     _check_compiled(model)
     _check_optimizer(optimizer)
     _check_precision(precision)
@@ -62,6 +64,14 @@ def check(
     _check_memory(model, sample)
     _check_loss(loss_fn)
     _check_call(model, sample, has_loss=loss_fn is not None)
+
+
+def _check_alone(model: nn.Module) -> None:
+    if world.size() > 1 and batch_norms.exchange_in_training(model):
+        raise ValueError(
+            "fleetx.plan tries a model on one worker, and this one has SyncBatchNorm layers, which wait for all "
+            f"{world.size()} workers in each forward. Plan with nn.BatchNorm layers, before fleet.distributed_model."
+        )
 
 
 class CannotBeCut(ValueError):  # noqa: N818 - it reads as what it says
