@@ -29,7 +29,6 @@ def test_all_launchers_are_asked_before_workers_have_joined(environment, monkeyp
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert place(None, None) == (5, 8)
-    assert world.host_count() == 2
     assert not world.is_first()
     with pytest.raises(RuntimeError, match="the launcher started 8 workers, but this one has not joined them"):
         require_joined()
