@@ -2,11 +2,12 @@
 
 import difflib
 import logging
+import sys
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from fleetx.comm import world
+from fleetx.comm.launched import torch_variables
 
 _told: set[str] = set()
 _is_quiet = ContextVar("fleetx_is_quiet", default=False)
@@ -18,8 +19,14 @@ def tell_once(topic: str, message: str) -> None:
     if topic in _told or _is_quiet.get():
         return
     _told.add(topic)
-    if world.is_first():
+    if _is_first_worker():
         logging.getLogger("fleetx").warning(message)
+
+
+def _is_first_worker() -> bool:
+    """By the process group, else by the launcher. Nothing is imported for it: a strategy needs no torch."""
+    world = sys.modules.get("fleetx.comm.world")
+    return world.is_first() if world else torch_variables().get("RANK", "0") == "0"
 
 
 def is_quiet() -> bool:
