@@ -47,6 +47,7 @@ def test_daemons_of_a_script_end_with_the_launcher_and_with_the_nursery(script, 
     os.kill(job.launcher.pid if killed == "launcher" else nursery(job), signal.SIGKILL)
     assert job.end() == (-signal.SIGKILL if killed == "launcher" else 128 + signal.SIGKILL)
     job.wait_for_the_end_of_all()
+    assert "Traceback" not in job.errors
 
 
 @pytest.mark.middle

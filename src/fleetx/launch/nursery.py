@@ -89,6 +89,7 @@ def serve(launcher: socket.socket) -> Orders | None:
         if launcher in readable:
             message = launcher.recv(MOST_BYTES)
             if not message:
+                signal.set_wakeup_fd(-1)  # it ends with this function, and children are still to end
                 return None
             told = json.loads(message)
             if "signal" in told:
