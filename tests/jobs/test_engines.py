@@ -1,0 +1,95 @@
+"""One script, unchanged, under each launcher and inside each trainer: the same weights, bit for bit."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.jobs.starting import ROOT
+
+pytestmark = [pytest.mark.middle, pytest.mark.xdist_group("engines")]
+
+CLUSTERS = ROOT / "examples" / "clusters"
+SCRIPT = str(CLUSTERS / "train.py")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2")
+ACCELERATE = "--multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no"
+PORT = str(10000 + os.getpid() % 10000)  # of no other run of these tests; jobs of SLURM and mpirun take others
+
+# What it needs: a program or a module. What starts it. Whether it has started the process group.
+ENGINES = {
+    "torchrun": (None, [*TORCHRUN, "--master_addr", "127.0.0.1", "--master_port", PORT, SCRIPT], False),
+    "torchrun c10d": (None, [*TORCHRUN, "--standalone", SCRIPT], False),
+    "mpirun": ("mpirun", ["mpirun", "--oversubscribe", "-n", "2", sys.executable, SCRIPT], False),
+    "srun": ("srun", ["srun", "--overcommit", "-n", "2", sys.executable, SCRIPT], False),
+    "Accelerate": (
+        "accelerate",
+        [sys.executable, "-m", "accelerate.commands.launch", *ACCELERATE.split(), "--main_process_port", "0"]
+        + [str(CLUSTERS / "accelerate" / "train.py")],
+        True,
+    ),
+    "Fabric": ("lightning", [*TORCHRUN, "--standalone", str(CLUSTERS / "lightning" / "train.py")], True),
+    "Ray Train": ("ray", [sys.executable, str(CLUSTERS / "ray" / "train.py"), "2"], True),
+}
+
+
+def run(command, folder):
+    """The job's output; no trainer writes into the user's home."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    own = {"HOME": str(folder), "HF_HOME": str(folder), "RAY_USAGE_STATS_ENABLED": "0", "OMPI_ALLOW_RUN_AS_ROOT": "1"}
+    own |= {"OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **own},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return done.stdout + done.stderr
+
+
+def weights(output):
+    (found,) = set(re.findall(r"(\d) workers, weights ([0-9a-f]{16})$", output, re.MULTILINE))
+    return found
+
+
+def fleetrun(workers, folder):
+    return run([sys.executable, "-m", "fleetx.launch", "--nproc_per_node", str(workers), SCRIPT], folder)
+
+
+@pytest.fixture(scope="module")
+def by_fleetrun(tmp_path_factory):
+    return weights(fleetrun(2, tmp_path_factory.mktemp("fleetrun")))
+
+
+def test_alone_a_script_gives_the_weights_of_one_worker(tmp_path):
+    alone = run([sys.executable, SCRIPT], tmp_path)
+    assert "process group" not in alone
+    assert weights(alone) == weights(fleetrun(1, tmp_path))
+    assert weights(alone)[0] == "1"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_each_engine_gives_the_weights_of_fleetrun(engine, by_fleetrun, tmp_path):
+    needs, command, has_started = ENGINES[engine]
+    if needs and not (shutil.which(needs) or importlib.util.find_spec(needs)):
+        pytest.skip(f"{needs} is not installed")
+    output = run(command, tmp_path)
+    assert by_fleetrun[0] == "2"
+    assert weights(output) == by_fleetrun
+    assert output.count("fleet.init() uses the process group that is already up: 2 workers") == has_started
+
+
+def test_tasks_with_the_variables_of_srun_meet(by_fleetrun, tmp_path):
+    """Where there is no SLURM: what it would set for two tasks on this machine."""
+    # Each task is a process of its own; a shell starts both, and fails if one of them does.
+    task = f'SLURM_PROCID=$n SLURM_LOCALID=$n "{sys.executable}" "{SCRIPT}" & tasks="$tasks $!"'
+    variables = (
+        f"export SLURM_JOB_ID={os.getpid()} SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NODELIST=localhost"
+    )
+    script = f"{variables}; for n in 0 1; do {task}; done; for task in $tasks; do wait $task || exit 1; done"
+    assert weights(run(["sh", "-c", script], tmp_path)) == by_fleetrun
