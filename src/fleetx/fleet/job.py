@@ -60,6 +60,8 @@ def _adopt(backend: str | None) -> None:
             f"backend must be that of the process group that is already up, {config!r}, got {backend!r}. Leave it out, "
             "or call fleet.init() before any other code starts torch.distributed."
         )
+    atexit.unregister(gc.collect)
+    atexit.register(gc.collect)  # as in `shutdown`: garbage must not hold the group when the interpreter ends
     tell_once("adopted", f"fleet.init() uses the process group that is already up: {workers} workers, {config}.")
 
 
