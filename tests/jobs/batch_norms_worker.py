@@ -71,6 +71,7 @@ def strategy_of(way):
     if "bf16" in way:
         strategy.amp = True
         strategy.amp_configs = {"dtype": "bfloat16"}
+    strategy.compile = "compiled" in way
     if "recompute" in way or way == "offload":
         strategy.recompute = True
         strategy.recompute_configs = {"checkpoints": ["stem", "block", "head.2"], "enable_offload": way == "offload"}
@@ -166,6 +167,9 @@ def main():
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("fleetx").addHandler(handler)
+    if len(sys.argv) > 2:
+        torch.save({way: train(way) for way in sys.argv[2:]}, Path(sys.argv[1]) / f"{fleet.worker_index()}.pt")
+        return
     found = {way: train(way) for way in WAYS}
     found["said"] = [message for message in said if "sync_batch_norm" in message]
     found["empty"] = refused(lambda part: tuple(tensor[:0] for tensor in part))

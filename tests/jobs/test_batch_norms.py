@@ -57,11 +57,13 @@ def test_bfloat16_is_near_and_its_statistics_are_those_of_all(found):
 
 def test_it_says_what_was_done(found):
     workers = len(found)
-    message = f"sync_batch_norm: 3 BatchNorm layers take the statistics of each micro-batch of all {workers} workers."
+    message = (
+        f"sync_batch_norm: the BatchNorm layers (3) take the statistics of each micro-batch of all {workers} workers."
+    )
     assert found[0]["said"] == [message]
     overview = found[0]["step"][2]
     assert "sync_batch_norm" in overview
-    assert f"3 BatchNorm layers over {workers} workers" in overview
+    assert f"BatchNorm layers over {workers} workers: 3" in overview
 
 
 def test_a_batch_that_would_hold_up_the_others_is_refused(found):
@@ -72,3 +74,16 @@ def test_a_batch_that_would_hold_up_the_others_is_refused(found):
             assert "the model has SyncBatchNorm layers" in message
             assert "last='drop'" in message
         assert 'sync_batch_norm must not be on with recompute_configs.checkpoints = "auto" yet' in worker["planned"]
+
+
+@pytest.mark.full
+def test_compiled_segments_ask_as_often_and_give_the_same(tmp_path):
+    ways = ("compiled", "compiled recompute")
+    start(ROOT / "tests" / "jobs" / "batch_norms_worker.py", tmp_path, *ways, workers=2)
+    expected = train_in_bare_torch("step", 2)
+    for rank in range(2):
+        found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        for state, calls, _ in found.values():
+            assert calls == K_STEPS * 3 * 2
+            for name, value in expected.items():
+                torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12, msg=name)

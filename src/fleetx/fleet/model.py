@@ -138,7 +138,7 @@ def _synchronize_norms(model: nn.Module, strategy: DistributedStrategy) -> None:
     whose = "each micro-batch of" if merging else "each batch of"
     tell_once(
         "sync-batch-norm",
-        f"sync_batch_norm: {count} BatchNorm layers take the statistics of {whose} all {world.size()} workers."
+        f"sync_batch_norm: the BatchNorm layers ({count}) take the statistics of {whose} all {world.size()} workers."
         if count
         else "sync_batch_norm is on, but the model has no BatchNorm layers: it changes nothing.",
     )

@@ -232,7 +232,7 @@ class DistributedOptimizer(Optimizer):
         if self.engine.window.reducer is not None:
             tables.append(str(self.engine.window.reducer))
         norms = count_synchronized(models_of(self.engine.updater.parameters()))
-        tables += [f"{norms} BatchNorm layers over {world.size()} workers"] if norms else []
+        tables += [f"BatchNorm layers over {world.size()} workers: {norms}"] if norms else []
         return "\n".join([self.strategy.overview(width), *tables, *([] if self.plan is None else [str(self.plan)])])
 
     @property
