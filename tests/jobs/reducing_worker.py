@@ -129,6 +129,34 @@ def by_host():
         socket.gethostname = own_name
 
 
+WIRES = {"fp16": (torch.float16, 2.0**-11, 2.0**-25), "bf16": (torch.bfloat16, 2.0**-8, 0.0)}
+EXTREME = 60000.0  # nearly all that float16 holds
+
+
+def rounding(wire, groups):
+    """The worst error of means over the workers, as a part of the bound that the guide states; inf if one overflows."""
+    dtype, unit, smallest = WIRES[wire]
+    workers = fleet.worker_num()
+    given = torch.stack([_gradients(rank) for rank in range(workers)]).double()
+    parameter = torch.nn.Parameter(torch.zeros(given.shape[1]))
+    reducer = Reducer([parameter], 0, ReducerSettings(wire_dtype=dtype, groups=groups))
+    with reducer.overlapping(()):
+        (parameter * _gradients(fleet.worker_index())).sum().backward()
+    reducer.finish()
+    error = (parameter.grad.double() / workers - given.mean(0)).abs()
+    relative = workers * unit / (1 - workers * unit) + 1e-6  # the sums before and after are in float32
+    bound = relative * given.abs().mean(0) + workers * smallest
+    return (error / bound).nan_to_num(torch.inf).max().item()
+
+
+def _gradients(rank):
+    """Of all sizes and both signs; the last ones extreme on all workers."""
+    generator = torch.Generator().manual_seed(rank)
+    sizes = 10.0 ** torch.empty(20000).uniform_(-9, 4, generator=generator)
+    signs = torch.randint(0, 2, (20000,), generator=generator) * 2 - 1
+    return torch.cat([sizes * signs, torch.full((100,), EXTREME), torch.full((100,), -EXTREME)])
+
+
 def random_orders(groups):
     """Trials in which a sum was wrong: gradients arrive in another order on each worker, late, or not at all."""
     rank, workers = fleet.worker_index(), fleet.worker_num()
@@ -185,6 +213,11 @@ def main():
     results = {name: train(**settings) for name, settings in ways.items()}
     results |= {name: uneven(**UNFUSED, **settings) for name, settings in UNEVEN.items()}
     results["by host"] = by_host()
+    results["rounding"] = {
+        f"{wire}, {name}": rounding(wire, groups)
+        for wire in WIRES
+        for name, groups in {"flat": GroupSettings()}.items() | ORDERS.items()
+    }
     results["orders"] = {name: random_orders(groups) for name, groups in ORDERS.items()}
     torch.save(results, Path(sys.argv[1]) / f"{fleet.worker_index()}.pt")
 

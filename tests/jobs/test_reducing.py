@@ -64,9 +64,18 @@ def test_gradients_may_arrive_in_any_order_and_uneven_ends_take_the_same_path(jo
     assert [result["orders"][groups] for result in results] == [[]] * len(results)
 
 
+@pytest.mark.parametrize("groups", ["flat", *reducing_worker.ORDERS])
+@pytest.mark.parametrize("wire", reducing_worker.WIRES)
+def test_compressed_sums_keep_the_bound_of_the_guide_and_do_not_overflow(job, wire, groups):
+    results, _ = job
+    for result in results:
+        # Not far below 1 either: a bound that is never approached would say little.
+        assert 0.1 < result["rounding"][f"{wire}, {groups}"] <= 1
+
+
 def test_the_overview_shows_the_groups(job):
     results, logs = job
-    shown = {way: result["overview"].rpartition(")")[2] for way, result in results[0].items() if way != "orders"}
+    shown = {way: result["overview"].rpartition(")")[2] for way, result in results[0].items() if "overview" in result}
     assert shown["merge"] == ""
     assert shown["merge, 3 groups"] == ", over 3 process groups"
     if len(results) == 4:
