@@ -1,7 +1,8 @@
 """The process groups through which messages are summed: one or several over all workers, or a hierarchy.
 
 A hierarchy sums within each group of workers first, then between the groups' first workers, and hands the sums out
-within each group. So what crosses between machines grows with their number, not with that of the workers.
+within each group. A machine of M then sends a message 2 (M - 1) / M times, in a ring of W workers 2 (W - 1) / W times;
+and there are 2 (M - 1) steps between machines rather than 2 (W - 1).
 
 No worker waits while backward runs: a message enters its next stage when gradients arrive after it has left the one
 before. When that is differs from worker to worker, yet each process group must see its messages in the same order on

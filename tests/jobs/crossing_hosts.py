@@ -1,0 +1,24 @@
+"""Run in a namespace of its own (tests.launch.hosts.play): two machines of two workers each count what they send."""
+
+import os
+import sys
+from pathlib import Path
+
+from tests.jobs.starting import ROOT
+from tests.launch.hosts import Hosts, address
+from tests.waiting import GUARD
+
+
+def main():
+    folder = Path(sys.argv[1])
+    hosts = Hosts(2)
+    path = os.pathsep.join([str(ROOT), str(ROOT / "src")])
+    options = ["--nnodes", "2", "--master", f"{address(0)}:6170", "--nproc_per_node", "2"]
+    script = [ROOT / "tests/jobs/crossing_worker.py", folder]
+    jobs = [hosts.start(n, folder, *options, "--rank", n, *script, PYTHONPATH=path) for n in range(2)]
+    codes = [job.wait(GUARD) for job in jobs]
+    assert codes == [0, 0], [Path(job.output).read_text()[-3000:] for job in jobs]
+
+
+if __name__ == "__main__":
+    main()
