@@ -75,7 +75,8 @@ def _convnext() -> Trained:
 def _encoder_decoder() -> Trained:
     from transformers import T5Config, T5ForConditionalGeneration  # pyrefly: ignore[missing-import]
 
-    config = T5Config(d_model=1024, d_ff=2816, num_layers=12, num_heads=16, use_cache=False, decoder_start_token_id=0)
+    config = T5Config(d_model=1024, d_ff=2816, num_layers=12, num_heads=16, use_cache=False)
+    config.decoder_start_token_id = 0
     ids = torch.randint(1, config.vocab_size, (2, 512))
     return Trained(T5ForConditionalGeneration(config), {"input_ids": ids, "labels": ids[:, :128].contiguous()})
 
