@@ -1,4 +1,5 @@
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
 
@@ -9,6 +10,10 @@ from hypothesis import HealthCheck, settings
 pytest_plugins = ["tests.selection", "tests.planner.work_clock"]
 
 torch.set_num_threads(1)
+
+# Jobs that are started in the background, or under nohup, ignore these, and so would all that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 if " " in torch.__file__:  # a checkout in such a folder: some tests compile without FleetX, which would do this
     from fleetx.compiler_paths import check_compiler_paths

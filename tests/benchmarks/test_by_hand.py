@@ -15,7 +15,7 @@ def measured():
     return by_hand.measure(TINY, lines.append), lines
 
 
-@pytest.mark.middle
+@pytest.mark.full
 def test_each_way_runs_within_the_budget_and_the_plan_five_times(measured):
     result, lines = measured
     ways = result["ways"]
@@ -28,7 +28,7 @@ def test_each_way_runs_within_the_budget_and_the_plan_five_times(measured):
     assert len(lines) == 4
 
 
-@pytest.mark.middle
+@pytest.mark.full
 def test_by_hand_all_powers_of_two_are_tried_until_memory_runs_out(measured):
     ways = measured[0]["ways"]
     kept, checkpointed = (ways[way]["tried"] for way in (by_hand.KEPT, by_hand.CHECKPOINTED))

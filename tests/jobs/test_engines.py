@@ -34,6 +34,7 @@ ENGINES = {
     "Fabric": ("lightning", [*TORCHRUN, "--standalone", str(CLUSTERS / "lightning" / "train.py")], True),
     "Ray Train": ("ray", [sys.executable, str(CLUSTERS / "ray" / "train.py"), "2"], True),
 }
+MORE = ("torchrun c10d", "Fabric", "Ray Train")  # each is much like another one
 
 
 def run(command, folder):
@@ -73,7 +74,10 @@ def test_alone_a_script_gives_the_weights_of_one_worker(tmp_path):
     assert weights(alone)[0] == "1"
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "engine",
+    [pytest.param(engine, marks=pytest.mark.full) if engine in MORE else engine for engine in ENGINES],
+)
 def test_each_engine_gives_the_weights_of_fleetrun(engine, by_fleetrun, tmp_path):
     needs, command, has_started = ENGINES[engine]
     if needs and not (shutil.which(needs) or importlib.util.find_spec(needs)):

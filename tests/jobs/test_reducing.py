@@ -10,7 +10,7 @@ from tests.jobs.starting import ROOT, start
 pytestmark = [pytest.mark.middle, pytest.mark.xdist_group("reducing")]
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.full), 4])
 def job(request, tmp_path_factory):
     """What each worker saved, and the log of each."""
     folder = tmp_path_factory.mktemp("reducing")

@@ -9,7 +9,7 @@ from fleetx.launch.stopping import STOPPING, Stopping
 def test_a_terminal_that_is_closed_stops_a_job_unless_nohup_was_asked_for(is_nohup):
     before = {number: signal.getsignal(number) for number in STOPPING}
     try:
-        heeded = signal.SIG_IGN if is_nohup else signal.SIG_DFL  # these tests may run under nohup themselves
+        heeded = signal.SIG_IGN if is_nohup else signal.SIG_DFL
         signal.signal(signal.SIGHUP, heeded)
         with Stopping().listening() as stopping:
             signal.raise_signal(signal.SIGTERM)
