@@ -30,7 +30,7 @@ test: lint
 test-middle: $(VENV)/.trainers
 	$(BIN)/pytest $(TWO) -m "middle and not full and not gpu"
 
-# One part of twelve, another one for each commit.
+# One part of thirty, another one for each commit.
 test-shard: $(VENV)/.ready
 	$(BIN)/pytest tests $(TWO) -m "full and not gpu" --shard "$$(git rev-parse HEAD)"
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-SHARDS = 12
+SHARDS = 30
 ROOT = Path(__file__).parent.parent
 
 
