@@ -1,12 +1,12 @@
 """Says on stderr that a program is being compiled, and for how long: it may take minutes, and nothing else moves."""
 
-import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
+from fleetx.comm import world
 from fleetx.launch.say import show
 from fleetx.notices import is_quiet
 
@@ -48,8 +48,8 @@ class Announcement:
 
 @contextmanager
 def announcing(what: str) -> Generator[None]:
-    """Inside, what torch compiles is announced, on rank 0."""
-    if is_quiet() or os.environ.get("RANK", "0") != "0":
+    """Inside, what torch compiles is announced, on the first worker."""
+    if is_quiet() or not world.is_first():
         yield
         return
     from torch._dynamo.callback import callback_handler  # the whole compiler: it is about to be needed
