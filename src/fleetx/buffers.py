@@ -176,7 +176,7 @@ class _Forward:
 
 
 class _Loading:
-    """Tells of state dicts that were loaded. A copy of the model has one that tells nobody."""
+    """Reports loaded state dicts to the window's buffers. In a copy of the model it does nothing."""
 
     def __init__(self, buffers: WindowBuffers | None = None) -> None:
         self._buffers = None if buffers is None else weakref.ref(buffers)

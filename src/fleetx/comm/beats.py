@@ -1,7 +1,7 @@
 """How far each worker has come: a page of memory that workers write into and their launcher reads.
 
-Beside the count of its steps each worker notes there whether its first step is due, which signal it got, whether its
-script asks to be told about signals, and whether it waits for the others just now.
+Each worker writes the number of its steps, whether its first step is due, which signal it received, whether its script
+asks for signals, and whether it is waiting for the other workers.
 
 A beat costs well under a microsecond, needs no thread, and reaches the launcher even if it comes from a process that is
 killed right after it.

@@ -1,7 +1,7 @@
 """What a forward learns from the other workers: noted while it runs, and given again when it is repeated.
 
-A segment that is computed again in the backward must not send its messages a second time: it would cost their time
-again, and workers that keep other segments would not answer.
+A segment that is recomputed in the backward must not send its messages a second time: that would take time, and
+workers that keep this segment's activations would not answer.
 """
 
 from collections.abc import Callable, Generator, Iterator
@@ -32,7 +32,7 @@ def exchanged(exchange: Callable[[], Tensor]) -> Tensor:
 
 @contextmanager
 def noting() -> Generator[list[Tensor]]:
-    """Inside, what is exchanged is noted in the list that this gives, and for whoever noted before."""
+    """While active, append what is exchanged to the returned list, and to that of an enclosing context."""
     outer, own = _noted.get(), list[Tensor]()
     _noted.set(own)
     try:

@@ -399,7 +399,7 @@ class Crew:
             self._not_ours = now - {self._nursery.pid}
 
     def _let_nursery_go_on(self) -> None:
-        """One that somebody has stopped obeys nothing, and tells of no end."""
+        """Resume a stopped nursery: while stopped, it neither obeys nor reports ended workers."""
         if self._nursery is None:
             return
         was_stopped, self._is_stopped = self._is_stopped, is_stopped(self._nursery.pid)
