@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from benchmarks.planning.simulated import SimulatedDevice
-from fleetx.planner.clock import moment, seconds_between, wait_for
+from fleetx.clock import moment, seconds_between, wait_for
 from fleetx.planner.feeding import Feeding, placed, resized
 from fleetx.planner.plan import Plan
 from fleetx.slicing import Batch, map_tensors

@@ -20,7 +20,8 @@ from benchmarks.planning.running import Ran, Runner
 from benchmarks.planning.simulated import SimulatedDevice
 from benchmarks.planning.unet import UNet
 from benchmarks.report.tables import plan_table
-from fleetx.planner import clock, road
+from fleetx import clock
+from fleetx.planner import road
 from fleetx.planner.chain import State
 from fleetx.planner.feeding import Feeding
 from fleetx.planner.making import plan_for

@@ -183,7 +183,7 @@ def test_a_model_of_the_users_own_is_planned_from_the_command_line(app, maker, t
 
 @pytest.mark.middle
 def test_what_the_planner_took_is_said_without_the_making_of_the_model(app, maker, tmp_path):
-    slow = "from fleetx.planner import clock; clock.time.sleep(1000)"
+    slow = "from fleetx import clock; clock.time.sleep(1000)"
     (tmp_path / "users_model.py").write_text(MAKER.replace("torch.manual_seed(0)", slow))
     done = runner.invoke(app, [maker, "--memory", "64KiB", "--no-bf16", "--json"])
     assert 0 < json.loads(done.stdout)["planning_seconds"] < 1000

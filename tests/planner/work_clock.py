@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fleetx.planner import clock
+from fleetx import clock
 
 _SECONDS_PER_OPERATION = 1e-5
 _SECONDS_PER_BYTE = 1e-9

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fleetx.planner.clock import host_seconds
+from fleetx.clock import host_seconds
 from fleetx.planner.meter import CountingMeter
 
 

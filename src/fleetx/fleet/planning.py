@@ -14,13 +14,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fleetx.clock import host_seconds
 from fleetx.comm import sharing, world
 from fleetx.fleet.consumption import Consumption
 from fleetx.memory import Applied, applied_to
 from fleetx.notices import tell_once
 from fleetx.planner.allocator import with_batch_there, with_others
 from fleetx.planner.budget import budget_on, free_on
-from fleetx.planner.clock import host_seconds
 from fleetx.planner.costs import Profile
 from fleetx.planner.feeding import Feeding
 from fleetx.planner.fitting import DoesNotFit, Words

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from fleetx.clock import host_seconds
 from fleetx.memory import applied_to
 from fleetx.memory.refusing import HAS_A_PLAN
 from fleetx.planner import asked
 from fleetx.planner.allocator import with_batch_there, with_others
 from fleetx.planner.blocks import find_blocks
 from fleetx.planner.budget import budget_on
-from fleetx.planner.clock import host_seconds
 from fleetx.planner.costs import Profile
 from fleetx.planner.feeding import Feeding
 from fleetx.planner.fitting import OF_PLAN, DoesNotFit, Words

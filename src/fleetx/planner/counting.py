@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import torch
 
+from fleetx.clock import host_seconds
 from fleetx.planner.chain import State
-from fleetx.planner.clock import host_seconds
 from fleetx.planner.costs import OptionCost, SegmentCost
 from fleetx.planner.lines import NOTHING, Line
 from fleetx.planner.observing import Bytes, bytes_of

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fleetx import clock
 from fleetx.memory.states import Save
 from fleetx.memory.structures import tensors_in
-from fleetx.planner import clock
 from fleetx.planner.feeding import Feeding
 from fleetx.planner.meter import Meter
 from fleetx.planner.tracing import dropped

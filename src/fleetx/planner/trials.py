@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from fleetx import memory
+from fleetx.clock import wait_for
 from fleetx.memory import Applied, Segment, offload
 from fleetx.memory.arena import HostArena
 from fleetx.memory.offload import Offloader
 from fleetx.planner.chain import State
-from fleetx.planner.clock import wait_for
 from fleetx.planner.feeding import Feeding, placed, resized
 from fleetx.planner.meter import meter_for
 from fleetx.planner.observing import Step, Watch

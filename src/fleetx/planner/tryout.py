@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from fleetx.planner.clock import host_seconds, moment, seconds_between, wait_for
+from fleetx.clock import host_seconds, moment, seconds_between, wait_for
 from fleetx.planner.feeding import Feeding, placed, resized
 from fleetx.planner.meter import Meter, meter_for
 from fleetx.planner.observing import Step, Watch

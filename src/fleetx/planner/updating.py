@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fleetx.planner.clock import host_seconds, wait_for
+from fleetx.clock import host_seconds, wait_for
 from fleetx.planner.meter import CountingMeter
 
 _ONLY_VALUES = ("lr", "initial_lr", "weight_decay")  # that cost the same whatever they are

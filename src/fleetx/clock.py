@@ -7,7 +7,7 @@ import torch
 
 
 def host_seconds() -> float:
-    """Return the host's time. All of the planner's decisions depend on this clock and on the device's events."""
+    """Return the host's time. What the planner decides depends on this clock and on the device's events alone."""
     return time.perf_counter()
 
 
@@ -18,6 +18,11 @@ def moment(device: torch.device) -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
+
+
+def has_come(moment: Any) -> bool:
+    """Return whether a moment is over, without waiting for it."""
+    return isinstance(moment, float) or moment.query()
 
 
 def seconds_between(first: Any, second: Any) -> float:
