@@ -117,7 +117,9 @@ def test_the_pages_blocks_run_and_print_what_they_say(page, tmp_path, monkeypatc
 def test_the_guides_blocks_run(tmp_path, monkeypatch):
     strategy = fleet.DistributedStrategy(gradient_merge=True, gradient_merge_configs={"k_steps": 4, "avg": True})
     model = fleet.distributed_model(torch.nn.Linear(2, 1), strategy)
-    run_page("guide.md", monkeypatch, tmp_path, prints=False, torch=torch, fleet=fleet, model=model, path="state.pt")
+    batch = {"inputs": torch.randn(3, 2), "labels": torch.randn(3, 1), "loss_fn": torch.nn.functional.mse_loss}
+    names = {"torch": torch, "fleet": fleet, "model": model, "path": "state.pt", **batch}
+    run_page("guide.md", monkeypatch, tmp_path, prints=False, **names)
 
 
 def test_the_sizes_of_applications_are_those_in_the_page():

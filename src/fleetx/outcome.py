@@ -2,17 +2,18 @@
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from fleetx.comm.overlap import Overlap
     from fleetx.optim import TrustRatios
 
 
 class HostValue:
-    """A number on its way from the device: the copy is started here, and waited for when it is read."""
+    """Numbers on their way from the device: the copy is started here, and waited for when they are read."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -25,14 +26,21 @@ class HostValue:
 
     @property
     def on_device(self) -> bool:
-        """Whether the number comes from a GPU, so that reading it may wait."""
+        """Whether they come from a GPU, so that reading them may wait."""
         return self._event is not None
 
     def get(self) -> float:
-        """The number; waits for the device if it is not there yet."""
+        """The one number; waits for the device if it is not there yet."""
+        return self._arrived().item()
+
+    def tolist(self) -> Any:
+        """Several numbers, as nested lists; waits like `get`."""
+        return self._arrived().tolist()
+
+    def _arrived(self) -> Tensor:
         if self._event is not None:
             self._event.synchronize()
-        return self._value.item()
+        return self._value
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,7 @@ class Outcome:
     _samples: HostValue | None = None
     _finite: HostValue | None = None
     _scale: Tensor | None = None
+    _overlap: "Overlap | None" = None
 
     @property
     def updated(self) -> bool:
@@ -79,6 +88,15 @@ class Outcome:
     def samples_per_s(self) -> float | None:
         """Throughput of all workers since the previous window closed."""
         return None if self.samples is None or not self.seconds else self.samples / self.seconds
+
+    @property
+    def comm_hidden(self) -> float | None:
+        """The share of the gradients' communication that this window's backward hid from this worker, 0 to 1.
+
+        1 - the time the step waited for messages / the time messages were under way. None for a worker alone, while the
+        window is open, and where gloo carries gradients of a GPU.
+        """
+        return None if self._overlap is None else self._overlap.hidden()
 
     def __bool__(self) -> bool:
         return self.updated

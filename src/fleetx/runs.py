@@ -142,6 +142,7 @@ class MetricsLog:
             skipped=out.skipped,
             samples=out.samples,
             samples_per_s=out.samples_per_s,
+            comm_hidden=out.comm_hidden,
             **({} if out.trust_ratios is None else _ratios(out.trust_ratios)),
         )
 

@@ -121,6 +121,7 @@ class TrainingStep:
                 ends=ends,
                 retain_graph=retain_graph,
                 names=names,
+                items=sum((loss.count for loss in losses[1:]), start=losses[0].count),
             )
 
     @torch.no_grad()
@@ -193,6 +194,7 @@ class TrainingStep:
             _samples=samples,
             _finite=HostValue(finite),
             _scale=scale,
+            _overlap=merged.overlap,
         )
 
     @torch.no_grad()

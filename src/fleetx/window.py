@@ -19,7 +19,9 @@ from torch import Tensor
 from fleetx.comm import sharing, stopping, world
 from fleetx.comm.agreement import require_agreement
 from fleetx.comm.batch_norms import backward_in_units
+from fleetx.comm.overlap import Overlap
 from fleetx.comm.reducer import Reducer, ReducerSettings, require_dense
+from fleetx.comm.stragglers import OwnTime, Stragglers
 from fleetx.names import label
 from fleetx.notices import tell_once
 from fleetx.numbers import LOW_PRECISION, Number
@@ -54,6 +56,7 @@ class Merged:
     # How many workers held micro-batches, and how many have come to the end of their data.
     holding: Number = 1
     leaving: Number = 0
+    overlap: Overlap | None = None
 
 
 class Window:
@@ -75,6 +78,8 @@ class Window:
         # How many workers held something, gave items=, and would have reduced something else.
         self._facts: list[HostValue] | None = None
         self._failure: BaseException | None = None
+        self._own_time = OwnTime()
+        self._stragglers: Stragglers | None = None
         self.reductions = 0
         # Called when a window has got its first micro-batch's forward, and when it is over: a checkpoint listens.
         self.on_begin: list[Callable[[], None]] = []
@@ -98,11 +103,12 @@ class Window:
         ends: bool,
         retain_graph: bool = False,
         names: tuple[str, ...] = ("loss",),
+        items: Number = 1,
     ) -> None:
         """Run one micro-batch's backward; if it `ends` the window, reduce gradients while it runs.
 
         `losses` are the weighted values to report, called `names` on all workers; `weight` is what this micro-batch
-        adds to the divisor. All micro-batches of a window have the same `weighing`.
+        adds to the divisor, and `items` how much work it is. All micro-batches of a window have the same `weighing`.
         """
         if self.held == 0:
             self._begin(weighing)
@@ -114,6 +120,7 @@ class Window:
         self._names = names
         self.held += 1
         self.weight = self.weight + weight
+        self._items = self._items + items
         values = [loss.detach() for loss in losses]
         self.losses = [a + b for a, b in zip(self.losses, values, strict=True)] if self.losses else values
         try:
@@ -149,13 +156,17 @@ class Window:
             sums = self._summed(leaving)
         weight, holding, by_items, left, stop, changed, *losses = sums
         stopping.note(stop)
+        reducer, stragglers = self._reducer, self._stragglers
+        assert reducer is not None
+        assert stragglers is not None
+        stragglers.note(reducer.of_workers)
         self._check_others(holding, by_items, changed)
         if self.held == 0 and by_items.item() > 0:
             self.weighing = Weighing("items")
         # Workers that have nothing left meet once more, to learn that all are done.
         self.reductions += 1 if self.held or holding.item() > 0 else 0
-        assert self._reducer is not None
-        return Merged(self._reducer.payloads, self._divisor(weight), losses, self._reduced_names, holding, left)
+        names = self._reduced_names
+        return Merged(reducer.payloads, self._divisor(weight), losses, names, holding, left, reducer.overlap)
 
     def _summed(self, leaving: bool) -> list[Tensor]:
         """What all workers gave beside their gradients, as sums."""
@@ -164,7 +175,9 @@ class Window:
                 pass
         assert self._reducer is not None
         self._has_left = False
-        return self._reducer.finish()
+        sums = self._reducer.finish()
+        self._own_time.begin(sums[0].device)
+        return sums
 
     def _check_others(self, holding: Tensor, by_items: Tensor, changed: Tensor) -> None:
         """All gave items= or none, and reduce the same; so as not to wait for a device, of the window before."""
@@ -182,6 +195,7 @@ class Window:
         ends = self.held > 0
         self.held = 0
         self.weight: Number = 0
+        self._items: Number = 0
         self.weighing = Weighing()
         self.losses: list[Tensor] = []
         self._members: list[Tensor] = []
@@ -309,9 +323,11 @@ class Window:
         by_items = self.held > 0 and self.weighing.kind == "items"
         facts = (self.held > 0, by_items, leaving, stopping.is_wanted(), False)
         extras = [self.weight, *map(float, facts), *(loss * prescale for loss in losses)]
-        with reducer.overlapping(extras, prescale):
+        with reducer.overlapping(extras, prescale, self._own_time.latest()):
             yield
         self._has_left = True
+        if self.held:
+            self._own_time.end(reducer.of_workers.device, self._items)
 
     @property
     def _unit(self) -> Number:
@@ -343,7 +359,8 @@ class Window:
         terms = [*self._terms(), f"{self._settings}", f"losses {', '.join(names)}", f"numbers {count}"]
         self._is_new = True
         require_agreement([*terms, *shapes], device, "what a window reduces")
-        self._reducer = Reducer(self._members, len(_FACTS) + count, self._settings)
+        self._reducer = Reducer(self._members, len(_FACTS) + count, self._settings, own=2)
+        self._stragglers = Stragglers(sharing.host_names(device))
         self._reduced_names = names
         tell_once("fused", str(self._reducer))
         return self._reducer

@@ -64,7 +64,7 @@ def test_messages_enter_each_stage_in_the_order_in_which_they_were_sent(data):
 
 def test_nccl_is_left_to_choose(group, monkeypatch, caplog):
     monkeypatch.setattr(notices, "_told", set())
-    monkeypatch.setattr(groups, "_backend", lambda _device: "nccl")
+    monkeypatch.setattr(groups, "backend_of", lambda _device: "nccl")
     caplog.set_level(logging.INFO, logger="fleetx")
     for _ in range(2):
         assert groups_for(GroupSettings(hierarchical=True, inner_ranks=2), CPU).members is None
@@ -73,7 +73,7 @@ def test_nccl_is_left_to_choose(group, monkeypatch, caplog):
 
 
 def test_the_backend_is_that_of_the_device(group):
-    assert groups._backend(CPU) == "gloo"
+    assert groups.backend_of(CPU) == "gloo"
 
 
 def test_groups_are_made_once_and_go_with_the_default_group(group):

@@ -1,18 +1,24 @@
 """Trains in several ways that must send gradients alike, and saves what came out and what was sent."""
 
+import logging
+import logging.handlers
 import random
 import socket
 import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from fleetx import fleet
+from fleetx.comm import stragglers
 from fleetx.comm.groups import GroupSettings
 from fleetx.comm.reducer import Reducer, ReducerSettings
 from tests import plain
+from tests.hand_clock import HandClock
+from tests.waiting import wait_for
 
 WINDOWS, MICRO_BATCHES = 3, 4
 
@@ -207,6 +213,59 @@ def _loss(parameters, factors, own):
     return sum(terms)
 
 
+OVERLAPS = {"flat": {}, "3 groups": {"nccl_comm_num": 3}, "in twos": IN_TWOS, "bf16": {"bf16_allreduce": True}}
+
+
+def hidden(**settings):
+    """What each micro-batch of a second window says of its communication, whose backward lets some of it arrive."""
+    model, optimizer = build(**UNFUSED, **settings)
+    found = []
+    for window in range(2):
+        for number in range(MICRO_BATCHES):
+            inputs, labels = micro_batch(window, number)
+            output = model.first(model.frozen(inputs))
+            if window and number == MICRO_BATCHES - 1:
+                output.register_hook(lambda _grad: _wait_for_first(optimizer.engine.window.reducer))
+            scores = model.head(torch.tanh(model.norm(output)))
+            loss = torch.nn.functional.cross_entropy(scores, labels) + model.unused.sum()  # whose bucket is the first
+            found.append(optimizer.minimize(loss).comm_hidden)
+    return found[MICRO_BATCHES:]
+
+
+def _wait_for_first(reducer):
+    def is_summed():
+        reducer._pipeline.advance()  # as when a gradient arrives
+        return reducer._buckets[0].message.is_complete
+
+    wait_for(is_summed, "first message")
+
+
+# By windows: what a window takes each worker, in seconds of a clock set by hand, and how many items it has.
+WORKERS = {
+    "even": lambda rank, window: (1.0, 8),
+    "more to do": lambda rank, window: (2.0, 16) if rank == 1 else (1.0, 8),
+    "slow at first": lambda rank, window: (9.0 if rank == 1 and window < stragglers.WINDOWS else 1.0, 8),
+    "slow": lambda rank, window: (1.5 if rank == 1 else 1.0, 8),
+    "uneven ends": lambda rank, window: (2.0 if rank == fleet.worker_num() - 1 else 1.0, 0 if rank == 0 else 8),
+}
+
+
+def slow_workers(clock, taking):
+    """What is logged in so many windows that one slow in all of them, the first left out, is named."""
+    model = fleet.distributed_model(plain.make_net())
+    optimizer = fleet.distributed_optimizer(plain.make_optimizer("sgd", model))
+    logged, rank = logging.handlers.BufferingHandler(1000), fleet.worker_index()
+    logging.getLogger("fleetx").addHandler(logged)
+    for window in range(stragglers.WINDOWS + 2):
+        seconds, items = taking(rank, window)
+        clock.now += seconds
+        if items:
+            optimizer.minimize(plain.mean_loss(model, micro_batch(window, 0)), items=items)
+    optimizer.flush()
+    logging.getLogger("fleetx").removeHandler(logged)
+    return [record.getMessage() for record in logged.buffer if "slow" in record.getMessage()]
+
+
 def main():
     fleet.init()
     ways = SENDING_ALIKE | COMPARED_TO | SAME_BITS | SAME_SUMS
@@ -218,6 +277,10 @@ def main():
         for wire in WIRES
         for name, groups in {"flat": GroupSettings()}.items() | ORDERS.items()
     }
+    results["hidden"] = {name: hidden(**settings) for name, settings in OVERLAPS.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        clock = HandClock().install(patch)
+        results["slow workers"] = {name: slow_workers(clock, taking) for name, taking in WORKERS.items()}
     results["orders"] = {name: random_orders(groups) for name, groups in ORDERS.items()}
     torch.save(results, Path(sys.argv[1]) / f"{fleet.worker_index()}.pt")
 

@@ -1,5 +1,7 @@
 """How gradients travel in whole jobs: how many messages, through which groups, and that sums stay the same."""
 
+import socket
+
 import pytest
 import torch
 
@@ -71,6 +73,27 @@ def test_compressed_sums_keep_the_bound_of_the_guide_and_do_not_overflow(job, wi
     for result in results:
         # Not far below 1 either: a bound that is never approached would say little.
         assert 0.1 < result["rounding"][f"{wire}, {groups}"] <= 1
+
+
+@pytest.mark.parametrize("way", reducing_worker.OVERLAPS)
+def test_what_arrives_during_the_backward_counts_as_hidden(job, way):
+    results, _ = job
+    for result in results:
+        *during, last = result["hidden"][way]
+        assert during == [None] * (reducing_worker.MICRO_BATCHES - 1)
+        assert 0 < last <= 1
+
+
+def test_a_slow_worker_is_named_and_no_other(job):
+    results, _ = job
+    found, last = results[0]["slow workers"], len(results) - 1
+    named = {name: [message.partition(" was slow")[0] for message in messages] for name, messages in found.items()}
+    host = socket.gethostname()
+    # Of two workers one alone is left at the uneven end.
+    slow = {"slow": [f"worker 1 on {host}"], "uneven ends": [f"worker {last} on {host}"] if last > 1 else []}
+    assert named == {name: slow.get(name, []) for name in reducing_worker.WORKERS}
+    assert "1.5 s of its own in the latest" in found["slow"][0]
+    assert not any(messages for result in results[1:] for messages in result["slow workers"].values())
 
 
 def test_the_overview_shows_the_groups(job):

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from fleetx import clock
+
 FILE = "FLEETX_BEATS"
 _SLOT = struct.Struct("=QBBBB4x")
 _COUNT, _FLAG = struct.Struct("=Q"), struct.Struct("=B")
@@ -81,6 +83,7 @@ class _Beats:
         self._place = 0
         self._count = 0
         self._wait = Wait.NONE
+        self.seconds_waited = 0.0
 
     def open(self, place: str) -> None:
         slot, _, path = place.partition(":")
@@ -108,16 +111,19 @@ class _Beats:
 
         Only of the main thread: a save in the background may wait for the others while training does not.
         """
-        if self._page is None or threading.current_thread() is not threading.main_thread():
+        if threading.current_thread() is not threading.main_thread():
             yield
             return
         before, self._wait = self._wait, wait
         self._note(_WAIT, wait)
+        began = clock.host_seconds()
         try:
             yield
         finally:
             self._wait = before
             self._note(_WAIT, before)
+            if before is Wait.NONE:
+                self.seconds_waited += clock.host_seconds() - began
 
     def _note(self, place: int, flag: int) -> None:
         if self._page is not None:
@@ -130,6 +136,11 @@ expect = _beats.expect
 note_signal = _beats.note_signal
 note_manner = _beats.note_manner
 waiting = _beats.waiting
+
+
+def seconds_waited() -> float:
+    """How long this worker's main thread has waited for others so far."""
+    return _beats.seconds_waited
 
 
 def open_from_environment() -> None:

@@ -9,7 +9,6 @@ before. When that is differs from worker to worker, yet each process group must 
 all of them. Therefore a process group serves one stage only, and no message enters a stage before those sent earlier.
 """
 
-import hashlib
 import socket
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fleetx.comm import beats, world
+from fleetx.comm import beats, sharing, world
 from fleetx.notices import tell_once
 
 Stage = Callable[[Tensor], dist.Work | None]
@@ -64,6 +63,16 @@ class Message:
     def has_left(self) -> bool:
         """Whether it has entered its last stage."""
         return self.entered == len(self._stages)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it is summed, as far as this worker can see without waiting."""
+        return self.has_left and (self._work is None or self._work.is_completed())
+
+    def follow(self) -> None:
+        """Let the current stream wait for the stage at hand, which may be waited for again."""
+        if self._work is not None:
+            self._work.wait()
 
     def advance(self, furthest: int) -> None:
         """Enter further stages, at most `furthest` in all, without waiting for one that is not complete."""
@@ -140,14 +149,14 @@ def _members(settings: GroupSettings, device: torch.device) -> list[list[int]] |
     """The ranks of each group of the hierarchy; None, and an explanation, where it would change nothing."""
     if not settings.hierarchical:
         return None
-    if _backend(device) == "nccl":
+    if backend_of(device) == "nccl":
         _explain("on GPUs NCCL itself chooses rings, trees or switches, within machines and between them")
         return None
     workers = range(world.size())
     if settings.inner_ranks > 1:
         members = [list(workers[start : start + settings.inner_ranks]) for start in workers[:: settings.inner_ranks]]
     else:
-        hosts = _hosts(device)
+        hosts = sharing.host_names(device)
         members = [[rank for rank in workers if hosts[rank] == host] for host in dict.fromkeys(hosts)]
     if len(members) == 1:
         _explain(
@@ -167,20 +176,10 @@ def _explain(why: str) -> None:
     tell_once("hierarchy", f"use_hierarchical_allreduce changes nothing here: {why}.")
 
 
-def _backend(device: torch.device) -> str:
-    """What carries tensors of this device."""
+def backend_of(device: torch.device) -> str:
+    """What carries tensors of this device between workers."""
     backends = dict(entry.split(":") for entry in dist.get_backend_config().split(","))
     return backends.get(device.type, "")
-
-
-@beats.waiting()
-def _hosts(device: torch.device) -> list[bytes]:
-    """What tells the host of each worker from others."""
-    digest = hashlib.sha256(socket.gethostname().encode()).digest()
-    mine = torch.tensor(list(digest), dtype=torch.uint8, device=device)
-    hosts = [torch.empty_like(mine) for _ in range(world.size())]
-    dist.all_gather(hosts, mine)
-    return [bytes(host.tolist()) for host in hosts]
 
 
 def _hierarchy(members: list[list[int]]) -> tuple[Stage, ...]:

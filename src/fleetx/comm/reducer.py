@@ -1,13 +1,14 @@
 """Sums gradients over the workers while the last backward of a window still runs.
 
 Gradients are copied into fixed buckets as autograd finishes them, and a full bucket leaves at once. Beside the
-gradients the last bucket carries a few numbers (loss, weights) and one flag per parameter, so that a window
-costs no further message: a parameter that no worker used keeps `grad = None`, exactly as in a plain run.
+gradients the last bucket carries a few numbers (loss, weights), numbers of which each worker's arrive unsummed, and
+one flag per parameter, so that a window costs no further message: a parameter that no worker used keeps `grad = None`,
+exactly as in a plain run.
 """
 
 import operator
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from fleetx.comm import beats
 from fleetx.comm.buckets import MIB, lay_out
-from fleetx.comm.groups import Groups, GroupSettings, Message, Pipeline, groups_for
+from fleetx.comm.groups import Groups, GroupSettings, Message, Pipeline, backend_of, groups_for
+from fleetx.comm.overlap import Overlap, overlap_on
 from fleetx.names import label, position
 from fleetx.units import format_bytes
 
@@ -48,17 +50,26 @@ class _Bucket:
 
 
 class Reducer:
-    """Sums the gradients of `parameters`, and `extras` numbers beside them, over all workers."""
+    """Sums the gradients of `parameters`, and `extras` numbers beside them, over all workers.
 
-    def __init__(self, parameters: Sequence[Tensor], extras: int, settings: ReducerSettings) -> None:
+    Each worker also tells `own` numbers of itself, which arrive one by one.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], extras: int, settings: ReducerSettings, own: int = 0) -> None:
         self.parameters = list(parameters)
         self.extras = extras
         self.settings = settings
+        # When the messages of the window at hand were under way.
+        self.overlap: Overlap | None = None
+        self._own = own
+        self._workers = dist.get_world_size()
         self.messages = 0
         self._views: list[Tensor] = [torch.empty(0)] * len(self.parameters)
         self._buckets = self._build()
         self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.indices}
         self._tail = self._buckets[-1].buffer[self._buckets[-1].payload.numel() :]
+        self._flags = self._tail[extras + own * self._workers :]
+        self.of_workers = self._tail[extras : extras + own * self._workers].view(own, self._workers)
         self._next = 0
         self._pipeline = Pipeline()
         self._prescale: float | Tensor = 1.0
@@ -91,15 +102,21 @@ class Reducer:
     def fits(self, parameters: Sequence[Tensor]) -> bool:
         """Whether it was made for these very parameters, which may have been converted since."""
         same = len(self.parameters) == len(parameters) and all(map(operator.is_, self.parameters, parameters))
+        same = same and self._workers == dist.get_world_size()
         return same and all(_merge_dtype(p) == view.dtype for p, view in zip(parameters, self._views, strict=True))
 
     @contextmanager
-    def overlapping(self, extras: Sequence[Tensor | float], prescale: float | Tensor = 1.0) -> Generator[None]:
+    def overlapping(
+        self,
+        extras: Sequence[Tensor | float],
+        prescale: float | Tensor = 1.0,
+        own: Sequence[Tensor | float] = (),
+    ) -> Generator[None]:
         """Around the backward that ends a window: each bucket leaves as soon as it is complete.
 
         The hooks live only here, so any other backward, of ours or of the user's, is left alone.
         """
-        self._open(extras, prescale)
+        self._open(extras, prescale, own)
         hooks = [
             parameter.register_post_accumulate_grad_hook(self._arrival(index))
             for index, parameter in enumerate(self.parameters)
@@ -120,6 +137,8 @@ class Reducer:
                 self._collect(index)
             self._send(bucket)
         self._next = len(self._buckets)
+        if self.overlap is not None:
+            self.overlap.look()
         with beats.waiting():
             for bucket in self._buckets:
                 self._receive(bucket)
@@ -159,7 +178,7 @@ class Reducer:
         limit = int(self.settings.bucket_mib * MIB) if self.settings.fuse else 0
         last_limit = int(self.settings.last_bucket_mib * MIB) if self.settings.fuse else 0
         groups = lay_out(sizes, kinds, limit=limit, last_limit=last_limit)
-        tail = self.extras + len(self.parameters)
+        tail = self.extras + self._own * self._workers + len(self.parameters)
         # A compressed message would spoil the counts, so then they travel in a small one of their own.
         separate_tail = self.settings.wire_dtype is not None
         buckets = []
@@ -188,16 +207,20 @@ class Reducer:
 
     # One window ----------------------------------------------------------------------------------------
 
-    def _open(self, extras: Sequence[Tensor | float], prescale: float | Tensor) -> None:
-        assert len(extras) == self.extras
+    def _open(self, extras: Sequence[Tensor | float], prescale: float | Tensor, own: Sequence[Tensor | float]) -> None:
+        assert (len(extras), len(own)) == (self.extras, self._own)
+        device = self._tail.device
+        self.overlap = overlap_on(device, backend_of(device))
         self._next = 0
         self._prescale = prescale
         for bucket in self._buckets:
             bucket.missing = set(bucket.indices)
-        tail = self._tail
         for place, extra in enumerate(extras):
-            tail[place] = extra
-        tail[self.extras :] = 1
+            self._tail[place] = extra
+        self.of_workers.zero_()
+        for place, number in enumerate(own):
+            self.of_workers[place, dist.get_rank()] = number
+        self._flags.fill_(1)
 
     def _arrival(self, index: int):  # noqa: ANN202 - a closure of one line
         return lambda _parameter: self._arrive(index)
@@ -216,13 +239,15 @@ class Reducer:
             self._send(self._buckets[self._next])
             self._next += 1
         self._pipeline.advance()
+        if self.overlap is not None:
+            self.overlap.look()
 
     def _collect(self, index: int) -> None:
         """Put one parameter's gradient into its place, or zeros and a lowered flag if there is none."""
         grad = self.parameters[index].grad
         if grad is None:
             self._views[index].zero_()
-            self._tail[self.extras + index] = 0
+            self._flags[index] = 0
         elif grad is not self._views[index]:
             self._take(index, grad)
 
@@ -238,6 +263,8 @@ class Reducer:
             # Dividing first keeps the sum of many workers inside fp16's range.
             numbers = bucket.wire.copy_(bucket.buffer.div_(dist.get_world_size()))
         bucket.message = self._depart(bucket, numbers)
+        if self.overlap is not None:
+            self.overlap.sent(bucket.message)
         self.messages += 1
 
     def _depart(self, bucket: _Bucket, numbers: Tensor) -> Message:
@@ -247,7 +274,8 @@ class Reducer:
 
     def _receive(self, bucket: _Bucket) -> None:
         assert bucket.message is not None
-        self._pipeline.receive(bucket.message)
+        with nullcontext() if self.overlap is None else self.overlap.waiting():
+            self._pipeline.receive(bucket.message)
         bucket.message = None
         if bucket.wire is not None:
             bucket.buffer.copy_(bucket.wire).mul_(dist.get_world_size())
@@ -258,13 +286,14 @@ class Reducer:
         if not absent:
             return
         # Only a worker that missed a parameter has to look at the flags, and thus wait for the device.
-        used = self._tail[self.extras :].tolist()
+        used = self._flags.tolist()
         for index in absent:
             if used[index] > 0:
                 self.parameters[index].grad = self._views[index]
 
     def _abandon(self) -> None:
         self._pipeline = Pipeline()
+        self.overlap = None
         for bucket in self._buckets:
             bucket.message = None
 

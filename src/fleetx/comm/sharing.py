@@ -3,10 +3,14 @@
 All workers must call these together; a worker alone answers itself.
 """
 
+import socket
+
 import torch
 import torch.distributed as dist
 
 from fleetx.comm import beats, world
+
+_LONGEST_HOST_NAME = 255
 
 
 def any_worker(flag: bool, device: torch.device) -> bool:
@@ -42,6 +46,16 @@ def from_worker(rank: int, text: str, device: torch.device) -> str:
         letters.copy_(torch.frombuffer(bytearray(said), dtype=torch.uint8))
     dist.broadcast(letters, src=rank)
     return bytes(letters.tolist()).decode()
+
+
+@beats.waiting()
+def host_names(device: torch.device) -> list[str]:
+    """Of each worker the name of its host."""
+    own = socket.gethostname().encode()[:_LONGEST_HOST_NAME]
+    letters = torch.tensor(list(own.ljust(_LONGEST_HOST_NAME, b"\0")), dtype=torch.uint8, device=device)
+    names = [torch.empty_like(letters) for _ in range(world.size())]
+    dist.all_gather(names, letters)
+    return [bytes(name.tolist()).rstrip(b"\0").decode(errors="replace") for name in names]
 
 
 @beats.waiting()
