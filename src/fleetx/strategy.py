@@ -229,7 +229,7 @@ class DistributedStrategy(Settings):
     def prepared_but_off(self) -> list[str]:
         """Switches that are off although their configs were changed."""
         switches = [name for name in self._declared if f"{name}_configs" in self._declared]
-        return [name for name in switches if not getattr(self, name) and self._changed(f"{name}_configs")]
+        return [name for name in switches if not getattr(self, name) and self.is_changed(f"{name}_configs")]
 
     def check_runnable(self) -> None:
         """`check()`, and that every feature that is on has been built."""
@@ -249,7 +249,7 @@ class DistributedStrategy(Settings):
     def to_dict(self) -> dict[str, Any]:
         """All settings as plain values; Fleet's executor settings only where they were changed."""
         plain = super().to_dict()
-        untouched = [name for name in ("execution_strategy", "build_strategy") if not self._changed(name)]
+        untouched = [name for name in ("execution_strategy", "build_strategy") if not self.is_changed(name)]
         return {name: value for name, value in plain.items() if name not in untouched}
 
     @classmethod
@@ -312,17 +312,18 @@ class DistributedStrategy(Settings):
             configs = f"{name}_configs"
             if configs in self._declared and getattr(self, name):
                 yield boxes.Section(f"{name}=True <-> {configs}", getattr(self, configs).in_force())
-            elif not isinstance(one, Section) and self._changed(name):
+            elif not isinstance(one, Section) and self.is_changed(name):
                 others[name] = getattr(self, name)
         if others:
             yield boxes.Section("communication and other settings", others)
 
     def __repr__(self) -> str:
-        changed = {name: getattr(self, name) for name in self._declared if self._changed(name)}
+        changed = {name: getattr(self, name) for name in self._declared if self.is_changed(name)}
         shown = [f"{name}={dict(v) if isinstance(v, Configs) else v!r}" for name, v in changed.items()]
         return f"{type(self).__name__}({', '.join(shown)})"
 
-    def _changed(self, name: str) -> bool:
+    def is_changed(self, name: str) -> bool:
+        """Whether a setting differs from its default."""
         return getattr(self, name) != self._declared[name].fresh_default()
 
 

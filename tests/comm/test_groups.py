@@ -79,9 +79,10 @@ def test_the_backend_is_that_of_the_device(group):
 def test_groups_are_made_once_and_go_with_the_default_group(group):
     settings = GroupSettings(count=3)
     made = groups_for(settings, CPU)
-    assert str(made) == ", over 3 process groups"
+    assert made.described(3) == ", over 3 process groups"
+    assert made.described(2) == ", over 3 process groups of which 2 are used"
     assert groups_for(GroupSettings(count=3), CPU) is made
-    assert str(groups_for(GroupSettings(), CPU)) == ""
+    assert groups_for(GroupSettings(), CPU).described(1) == ""
     del made
     dist.destroy_process_group()
     gc.collect()

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fleetx.comm.groups import GroupSettings
 from fleetx.comm.reducer import Reducer, ReducerSettings
 
 
@@ -76,7 +77,14 @@ def test_unfused_sends_one_message_each(group):
             {"bucket_mib": 0.25, "last_bucket_mib": 0.125},
             "5 all-reduces, fused into 3 per update (200 KiB, 200 KiB, 100.03 KiB)",
         ),
-        ({"wire_dtype": torch.float16}, "5 all-reduces, fused into 2 per update (250 KiB, 28 B)"),
+        (
+            {"wire_dtype": torch.float16},
+            "5 all-reduces, fused into 2 per update (250 KiB, 28 B), rounded to float16 on the way",
+        ),
+        (
+            {"groups": GroupSettings(count=3)},
+            "5 all-reduces, fused into 1 per update (500.03 KiB), over 3 process groups of which 1 are used",
+        ),
         (
             {"fuse": False},
             "5 all-reduces per update, not fused, as fuse_all_reduce_ops = False "

@@ -193,9 +193,29 @@ def test_other_data_parallel_wrappers_are_refused(tmp_path):
         dist.destroy_process_group()
 
 
-def test_hierarchy_of_a_worker_alone_is_an_explained_no_op(said):
-    prepared(fleet.DistributedStrategy(nccl_comm_num=3, use_hierarchical_allreduce=True))
-    assert "use_hierarchical_allreduce and nccl_comm_num change nothing for a worker alone" in said.text
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        (
+            {"nccl_comm_num": 3, "use_hierarchical_allreduce": True},
+            "use_hierarchical_allreduce and nccl_comm_num change",
+        ),
+        ({"fp16_allreduce": True, "nccl_comm_num": 2}, "fp16_allreduce and nccl_comm_num change"),
+        ({"bf16_allreduce": True}, "bf16_allreduce changes"),
+    ],
+)
+def test_communication_of_a_worker_alone_is_an_explained_no_op(said, settings, names):
+    prepared(fleet.DistributedStrategy(**settings))
+    assert f"{names} nothing for a worker alone: it sends nothing." in said.text
+
+
+def test_sizes_of_buckets_that_are_not_fused_are_mentioned(said):
+    strategy = fleet.DistributedStrategy(fuse_all_reduce_ops=False, last_comm_group_size_MB=1.0)  # its default
+    prepared(strategy)
+    assert "are set" not in said.text
+    assert "is set" not in said.text
+    prepared(fleet.DistributedStrategy(fuse_all_reduce_ops=False, fuse_grad_size_in_MB=16))
+    assert "fuse_grad_size_in_MB is set, but fuse_all_reduce_ops is off" in said.text
 
 
 def test_ranks_of_a_hierarchy_that_is_off_are_mentioned(said):

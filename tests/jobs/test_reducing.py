@@ -96,16 +96,19 @@ def test_a_slow_worker_is_named_and_no_other(job):
     assert not any(messages for result in results[1:] for messages in result["slow workers"].values())
 
 
-def test_the_overview_shows_the_groups(job):
+def test_the_overview_shows_what_was_applied(job):
     results, logs = job
-    shown = {way: result["overview"].rpartition(")")[2] for way, result in results[0].items() if "overview" in result}
+    shown = {way: result["overview"].partition(" B)")[2] for way, result in results[0].items() if "overview" in result}
     assert shown["merge"] == ""
-    assert shown["merge, 3 groups"] == ", over 3 process groups"
+    assert shown["merge, 20 groups"] == ", over 20 process groups of which 2 are used"
+    assert shown["unfused, 3 groups"] == ", over 3 process groups"
     if len(results) == 4:
         assert shown["merge, in twos"] == ", within 2 groups of 2 + 2 workers, then between them"
         assert shown["unfused, in threes"] == ", within 2 groups of 3 + 1 workers, then between them"
+        assert shown["fp16, in twos"] == f", rounded to float16 on the way{shown['merge, in twos']}"
         assert shown["by host"] == (", over 2 process groups, within 2 groups of 2 + 2 workers, then between them")
     else:
-        assert shown["merge, in twos"] == ""
+        assert shown["merge, in twos"] == ", not in a hierarchy: the 2 workers are one group"
     reason = "all workers are on one machine (" if len(results) == 4 else "the 2 workers are one group"
     assert f"use_hierarchical_allreduce changes nothing here: {reason}" in logs[0]
+    assert shown["merge, one host"].startswith(", not in a hierarchy: all workers are on one machine (")

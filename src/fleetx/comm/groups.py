@@ -9,7 +9,6 @@ before. When that is differs from worker to worker, yet each process group must 
 all of them. Therefore a process group serves one stage only, and no message enters a stage before those sent earlier.
 """
 
-import socket
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,18 +35,24 @@ class GroupSettings:
 
 @dataclass(frozen=True)
 class Groups:
-    """The stages of each all-reduce, for those that share the messages round-robin; and who is in which group."""
+    """The stages of each all-reduce, for those that share the messages round-robin.
+
+    And who is in which group of a hierarchy, or why there is none though it was asked for.
+    """
 
     stages: tuple[tuple[Stage, ...], ...]
     members: list[list[int]] | None = None
+    flat_because: str = ""
 
-    def __str__(self) -> str:
-        """What was applied, for people; empty if nothing was."""
-        said = f", over {len(self.stages)} process groups" if len(self.stages) > 1 else ""
+    def described(self, messages: int) -> str:
+        """What was applied to so many messages, for people; empty if nothing was asked for."""
+        count = len(self.stages)
+        said = f", over {count} process groups" if count > 1 else ""
+        said += f" of which {messages} are used" if messages < count else ""
         if self.members is not None:
             sizes = " + ".join(str(len(ranks)) for ranks in self.members)
             said += f", within {len(self.members)} groups of {sizes} workers, then between them"
-        return said
+        return said + (f", not in a hierarchy: {self.flat_because}" if self.flat_because else "")
 
 
 class Message:
@@ -138,42 +143,33 @@ def groups_for(settings: GroupSettings, device: torch.device) -> Groups:
 
 
 def _make(settings: GroupSettings, device: torch.device) -> Groups:
-    members = _members(settings, device)
-    if members is None:
-        further = [_own([list(range(world.size()))]) for _ in range(settings.count - 1)]
-        return Groups(tuple((_all_reduce(group),) for group in (None, *further)))
-    return Groups(tuple(_hierarchy(members) for _ in range(settings.count)), members)
+    members = _members(settings, device) if settings.hierarchical else ""
+    if not isinstance(members, str):
+        return Groups(tuple(_hierarchy(members) for _ in range(settings.count)), members)
+    if members:
+        tell_once("hierarchy", f"use_hierarchical_allreduce changes nothing here: {members}.")
+    further = [_own([list(range(world.size()))]) for _ in range(settings.count - 1)]
+    return Groups(tuple((_all_reduce(group),) for group in (None, *further)), flat_because=members)
 
 
-def _members(settings: GroupSettings, device: torch.device) -> list[list[int]] | None:
-    """The ranks of each group of the hierarchy; None, and an explanation, where it would change nothing."""
-    if not settings.hierarchical:
-        return None
+def _members(settings: GroupSettings, device: torch.device) -> list[list[int]] | str:
+    """The ranks of each group of the hierarchy, or why it would change nothing."""
     if backend_of(device) == "nccl":
-        _explain("on GPUs NCCL itself chooses rings, trees or switches, within machines and between them")
-        return None
+        return "on GPUs NCCL itself chooses rings, trees or switches, within machines and between them"
     workers = range(world.size())
     if settings.inner_ranks > 1:
         members = [list(workers[start : start + settings.inner_ranks]) for start in workers[:: settings.inner_ranks]]
+        one_group = f"the {len(workers)} workers are one group"
     else:
         hosts = sharing.host_names(device)
         members = [[rank for rank in workers if hosts[rank] == host] for host in dict.fromkeys(hosts)]
-    if len(members) == 1:
-        _explain(
-            f"the {len(workers)} workers are one group"
-            if settings.inner_ranks > 1
-            else f"all workers are on one machine ({socket.gethostname()}); hierarchical_allreduce_inter_nranks = N "
-            "makes groups of N workers"
+        one_group = (
+            f"all workers are on one machine ({hosts[0]}); hierarchical_allreduce_inter_nranks = N makes groups of N "
+            "workers"
         )
-        return None
-    if len(members) == len(workers):
-        _explain("each machine has one worker")
-        return None
-    return members
-
-
-def _explain(why: str) -> None:
-    tell_once("hierarchy", f"use_hierarchical_allreduce changes nothing here: {why}.")
+    if len(members) == 1:
+        return one_group
+    return "each machine has one worker" if len(members) == len(workers) else members
 
 
 def backend_of(device: torch.device) -> str:

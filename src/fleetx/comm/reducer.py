@@ -73,7 +73,7 @@ class Reducer:
         self._next = 0
         self._pipeline = Pipeline()
         self._prescale: float | Tensor = 1.0
-        self._applied = str(self._groups)  # makes them, as all workers are here together
+        self._applied = self._groups.described(len(self._buckets))  # makes them, as all workers are here together
 
     @property
     def payloads(self) -> list[Tensor]:
@@ -94,7 +94,9 @@ class Reducer:
         """How gradients travel, for people."""
         sizes = [b.buffer.numel() * (b.wire if b.wire is not None else b.buffer).itemsize for b in self._buckets]
         shown = [format_bytes(size) for size in sizes[:_MOST_SHOWN]] + ["..."] * (len(sizes) > _MOST_SHOWN)
-        sent = f"({', '.join(shown)}){self._applied}"
+        wire = self.settings.wire_dtype
+        compressed = "" if wire is None else f", rounded to {str(wire).removeprefix('torch.')} on the way"
+        sent = f"({', '.join(shown)}){compressed}{self._applied}"
         if not self.settings.fuse:
             return f"{len(sizes)} all-reduces per update, not fused, as fuse_all_reduce_ops = False {sent}"
         return f"{len(self.parameters)} all-reduces, fused into {len(sizes)} per update {sent}"

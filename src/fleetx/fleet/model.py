@@ -146,14 +146,22 @@ def _synchronize_norms(model: nn.Module, strategy: DistributedStrategy) -> None:
 
 def _explain_communication(strategy: DistributedStrategy) -> None:
     """What the settings for several workers do not do; what they do is said when the first window is reduced."""
-    if world.size() == 1 and (strategy.use_hierarchical_allreduce or strategy.nccl_comm_num > 1):
-        tell_once(
-            "hierarchy",
-            "use_hierarchical_allreduce and nccl_comm_num change nothing for a worker alone: it sends nothing.",
-        )
+    switches = ("use_hierarchical_allreduce", "fp16_allreduce", "bf16_allreduce")
+    asked = [name for name in switches if getattr(strategy, name)]
+    asked += ["nccl_comm_num"] if strategy.nccl_comm_num > 1 else []
+    if world.size() == 1 and asked:
+        verb = "changes" if len(asked) == 1 else "change"
+        tell_once("alone", f"{' and '.join(asked)} {verb} nothing for a worker alone: it sends nothing.")
     if strategy.hierarchical_allreduce_inter_nranks > 1 and not strategy.use_hierarchical_allreduce:
         tell_once(
             "off-hierarchy",
             "hierarchical_allreduce_inter_nranks is set, but use_hierarchical_allreduce is off and does nothing: set "
             "use_hierarchical_allreduce = True.",
+        )
+    sizes = [name for name in ("fuse_grad_size_in_MB", "last_comm_group_size_MB") if strategy.is_changed(name)]
+    if sizes and not strategy.fuse_all_reduce_ops:
+        tell_once(
+            "off-fusing",
+            f"{' and '.join(sizes)} {'is' if len(sizes) == 1 else 'are'} set, but fuse_all_reduce_ops is off: each "
+            "gradient travels alone. Set fuse_all_reduce_ops = True to fuse them.",
         )
