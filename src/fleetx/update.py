@@ -1,6 +1,7 @@
 """Moves the weights, or leaves everything as it was when the gradients are unusable."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ class Updater:
         self._compiled_step: Callable[[], Any] | None = None
         self._ratios_taken: TrustRatios | None = None
         self._last_epoch = getattr(scheduler, "last_epoch", None)
+        self._guard_step()
 
     def parameters(self) -> list[Tensor]:
         """The model's parameters that the optimizer moves."""
@@ -78,7 +80,20 @@ class Updater:
 
     def _step(self) -> None:
         # Looked up each time: schedules and others wrap an optimizer's step.
-        (self._compiled_step or self.optimizer.step)()
+        with self._step_guard.open():
+            (self._compiled_step or self.optimizer.step)()
+
+    def _guard_step(self) -> None:
+        """Refuse steps of others. One guard for each optimizer, however often it is wrapped."""
+        hooks = getattr(self.optimizer, "_optimizer_step_pre_hooks", None)  # none without torch's own __init__
+        known = next((hook for hook in (hooks or {}).values() if isinstance(hook, _StepGuard)), None)
+        self._step_guard = known or _StepGuard(self.parameters)
+        if known is None and hooks is not None:
+            self.optimizer.register_step_pre_hook(self._step_guard)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._guard_step()  # a copied optimizer has no hooks
 
     def _require_masters(self) -> None:
         """Masters stand in the groups in the place of low-precision parameters: none of these may be left there."""
@@ -124,6 +139,39 @@ class Updater:
             self._step()
         finally:
             del optimizer.grad_scale, optimizer.found_inf
+
+
+class _StepGuard:
+    """A hook that lets only an update of a window step the optimizer, once the step has something to apply."""
+
+    def __init__(self, parameters: Callable[[], list[Tensor]]) -> None:
+        self._parameters = parameters
+        self._is_open = False
+
+    @contextmanager
+    def open(self) -> Generator[None]:
+        """While this is active, the optimizer may be stepped."""
+        self._is_open = True
+        try:
+            yield
+        finally:
+            self._is_open = False
+
+    def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling() or self._is_open:
+            return
+        has_closure = len(args) > 1 or bool(kwargs)  # the first argument is the optimizer
+        if not has_closure and all(parameter.grad is None for parameter in self._parameters()):
+            return  # it moves nothing: some loops step once before their schedule
+        for left_behind in ("grad_scale", "found_inf"):  # by a GradScaler: the next window's update would heed them
+            vars(optimizer).pop(left_behind, None)
+        name = type(optimizer).__name__
+        raise RuntimeError(
+            f"{name}.step() is not for the loop once fleet.distributed_optimizer was given the {name}: minimize() "
+            "steps it at the end of each window, and this call would apply the same gradients again, or some that no "
+            "window has averaged. Leave out the call, and GradScaler's step(optimizer) too: optimizer.minimize(loss) "
+            "takes the place of loss.backward() and of both."
+        )
 
 
 def described(updater: Updater) -> list[str]:

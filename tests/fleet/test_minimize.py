@@ -477,6 +477,86 @@ def test_meddling_with_gradients_in_mid_window_is_noticed(meddle):
         optimizer.minimize(plain.mean_loss(net, data(1)[0]))
 
 
+def scaled_step(optimizer):
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+
+
+STEPS_OF_THE_LOOP = [
+    lambda sgd: sgd.step(),
+    lambda sgd: (sgd.zero_grad(), sgd.step(lambda: None)),
+    scaled_step,
+]
+
+
+def with_bfloat16(_strategy, net):
+    net.bfloat16()
+
+
+def with_lars(strategy, _net):
+    strategy.lars = True
+
+
+def with_fused(_strategy, net):
+    net.float()
+
+
+def with_copy(_strategy, _net):
+    """Copies and pickles lose an optimizer's hooks."""
+
+
+@pytest.mark.parametrize("step", STEPS_OF_THE_LOOP)
+@pytest.mark.parametrize(
+    ("change", "held"), [(None, 1), (None, K), (with_bfloat16, K), (with_fused, K), (with_lars, 1), (with_copy, K)]
+)
+def test_the_wrapped_optimizer_is_not_stepped_by_the_loop(step, change, held):
+    strategy = fleet.DistributedStrategy(gradient_merge=True, gradient_merge_configs={"k_steps": K})
+    net = plain.make_net()
+    if change is not None:
+        change(strategy, net)
+    net = fleet.distributed_model(net, strategy)
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, fused=change is with_fused or None)
+    optimizer = fleet.distributed_optimizer(sgd, strategy)
+    if change is with_copy:
+        optimizer, net = copy.deepcopy((optimizer, net))
+        sgd = optimizer.inner
+    dtype = next(net.parameters()).dtype
+    for x, y in data(held):
+        optimizer.minimize(functional.cross_entropy(net(x.to(dtype)), y))
+    before = weights(net)
+    error, message = RuntimeError, r"SGD\.step\(\) is not for the loop.*takes the place of loss\.backward\(\)"
+    if (step, change) == (scaled_step, with_bfloat16):  # torch's own words: the masters have no gradients
+        error, message = AssertionError, "No inf checks"
+    with pytest.raises(error, match=message):
+        step(sgd)
+    for ours, theirs in zip(net.parameters(), before, strict=True):
+        assert torch.equal(ours, theirs)
+    assert not hasattr(sgd, "grad_scale")
+
+
+def test_a_step_without_gradients_a_schedule_and_loaded_states_are_no_steps_of_the_loop():
+    net, optimizer = prepare(plain.make_net(), k_steps=1, lr=1.0)
+    sgd = optimizer.inner
+    schedule = torch.optim.lr_scheduler.SequentialLR(
+        sgd,
+        [torch.optim.lr_scheduler.LinearLR(sgd, total_iters=2), torch.optim.lr_scheduler.StepLR(sgd, 1)],
+        milestones=[2],
+    )
+    sgd.step()  # as loops do that step once before their schedule
+    for micro in data(3):
+        optimizer.minimize(plain.mean_loss(net, micro))
+        schedule.step()
+    state = copy.deepcopy((sgd.state_dict(), optimizer.state_dict()))
+    sgd.load_state_dict(state[0])
+    optimizer.load_state_dict(state[1])
+    assert optimizer.minimize(plain.mean_loss(net, data(1)[0])).updated
+    again = fleet.distributed_optimizer(sgd, optimizer.strategy)  # a cell of a notebook that is run twice
+    assert again.minimize(plain.mean_loss(net, data(1)[0])).updated
+    with pytest.raises(RuntimeError, match="is not for the loop"):
+        sgd.step()
+
+
 def test_a_gradient_at_the_address_of_the_one_it_replaces_is_noticed():
     net, optimizer = prepare(nn.Linear(6, 1, bias=False).double())
     inputs = data(1)[0][0]
