@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fleetx as X
-from fleetx import batch_step, fleet
+from fleetx import batch_step, fleet, gradients
 from fleetx.nonfinite import NonFiniteWatch
 from fleetx.update import Updater
 from tests import plain
@@ -213,6 +213,7 @@ class Unasked(TorchDispatchMode):
 def test_on_a_device_nothing_asks_for_counts_or_for_whether_the_window_is_skipped(monkeypatch):
     monkeypatch.setattr(batch_step, "_as_count", lambda _name, count: count)
     monkeypatch.setattr(Updater, "_skips_on_device", lambda *_: True)
+    monkeypatch.setattr(gradients, "is_at_hand", lambda _tensor: False)
     monkeypatch.setattr(NonFiniteWatch, "record", lambda *_: None)  # which looks one window late
     net = plain.make_two_heads()
     net.body = nn.Sequential(net.body, nn.BatchNorm1d(8).double())

@@ -7,7 +7,7 @@ from fleetx import window
 
 
 def test_where_a_device_would_have_to_be_waited_for_items_are_asked_about_one_window_later(monkeypatch):
-    monkeypatch.setattr(window, "_is_at_hand", lambda _tensor: False)
+    monkeypatch.setattr(window, "is_at_hand", lambda _tensor: False)
     one = window.Window(list)
     one._check_others(*map(torch.tensor, (2.0, 2.0, 0.0)))  # the first of a layout, at once
     one._check_others(*map(torch.tensor, (2.0, 0.0, 0.0)))

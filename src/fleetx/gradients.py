@@ -5,16 +5,31 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fleetx.numbers import Number
+from fleetx.numbers import Number, is_at_hand
 
 
-def global_norm(grads: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The 2-norm of all gradients together."""
-    norms = [norm for same in _by_dtype(grads) for norm in torch._foreach_norm(same)]
+def norm_after_division(grads: Sequence[Tensor], divisor: Number, device: torch.device) -> Tensor:
+    """The 2-norm of all gradients together, divided by one number, in the widest dtype of the gradients.
+
+    It is finite if that dtype can express it, also where the squares of the gradients overflow.
+    """
+    norms = [_norms(same).to(device, torch.float64) for same in _by_dtype(grads)]
     if not norms:
-        return torch.zeros((), device=device)
-    wide = max((norm.dtype for norm in norms), key=lambda dtype: dtype.itemsize)
-    return torch.linalg.vector_norm(torch.stack([norm.to(device, wide) for norm in norms]))
+        return torch.zeros((), device=device) / divisor
+    wide = max((grad.dtype.to_real() for grad in grads), key=lambda dtype: dtype.itemsize)
+    return (torch.linalg.vector_norm(torch.cat(norms)) / divisor).to(wide)
+
+
+def _norms(grads: list[Tensor]) -> Tensor:
+    """The 2-norm of each gradient: on a GPU in fp64, as nobody may wait for it; on the host where fp32 overflowed."""
+    wide = torch.promote_types(grads[0].dtype, torch.float64)
+    if not is_at_hand(grads[0]):
+        return torch.stack(torch._foreach_norm(grads, 2, wide))
+    norms = torch.stack(torch._foreach_norm(grads))
+    if not norms.isinf().any():
+        return norms
+    pairs = zip(grads, norms.unbind(), strict=True)
+    return torch.stack([torch.linalg.vector_norm(grad, dtype=wide) if norm.isinf() else norm for grad, norm in pairs])
 
 
 def divide_and_clip_(grads: Sequence[Tensor], divisor: Number, norm: Tensor, max_norm: float | None) -> None:

@@ -159,7 +159,7 @@ class TrainingStep:
             flags = merged.losses[len(merged.names) :]
             scale = None if self.scaler is None else self.scaler.scale_tensor
             divisor = share if scale is None else scale.double() * share
-            norm = gradients.global_norm(merged.grads, losses[0].device) / divisor
+            norm = gradients.norm_after_division(merged.grads, divisor, losses[0].device)
             if observe is not None:
                 observe(divisor)
             trained = _trained(losses, flags)

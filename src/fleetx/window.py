@@ -24,7 +24,7 @@ from fleetx.comm.reducer import Reducer, ReducerSettings, require_dense
 from fleetx.comm.stragglers import OwnTime, Stragglers
 from fleetx.names import label
 from fleetx.notices import tell_once
-from fleetx.numbers import LOW_PRECISION, Number
+from fleetx.numbers import LOW_PRECISION, Number, is_at_hand
 from fleetx.outcome import HostValue
 
 # Windows that live in this process: a GAN has two.
@@ -182,7 +182,7 @@ class Window:
     def _check_others(self, holding: Tensor, by_items: Tensor, changed: Tensor) -> None:
         """All gave items= or none, and reduce the same; so as not to wait for a device, of the window before."""
         facts = (holding, by_items, changed)
-        if self._is_new or _is_at_hand(by_items):
+        if self._is_new or is_at_hand(by_items):
             _require_one_mind(*(fact.item() for fact in facts))
             self._is_new, self._facts = False, None
             return
@@ -421,10 +421,6 @@ def _refuse_two_minds(changed: float) -> NoReturn:
         f"{changed:.0f} of {world.size()} workers added, froze or freed parameters, or report other losses, and the "
         "others did not: the workers differ in what a window reduces. Do so on all workers, before the same window."
     )
-
-
-def _is_at_hand(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu"
 
 
 def _same(first: list[Tensor], second: list[Tensor]) -> bool:

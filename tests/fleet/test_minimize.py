@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import fleetx as X
-from fleetx import LossScaler, NonFiniteError, fleet
+from fleetx import LossScaler, NonFiniteError, fleet, gradients
 from tests import plain
 
 K = 4
@@ -227,6 +227,31 @@ def test_the_loss_scale_is_invisible_to_the_weights():
     assert torch.equal(scaled.grad_norm, unscaled.grad_norm)
     assert torch.equal(scaled.loss, unscaled.loss)
     assert (scaled.loss_scale, unscaled.loss_scale) == (2.0**14, 1.0)
+
+
+@pytest.mark.parametrize("at_hand", [True, False])
+@pytest.mark.parametrize("size", [1e22, 1e30])
+def test_gradients_whose_squares_overflow_are_clipped_and_applied(size, at_hand, monkeypatch):
+    monkeypatch.setattr(gradients, "is_at_hand", lambda _tensor: at_hand)
+
+    def loss(net, micro):
+        return plain.mean_loss(net, (micro[0].to(net.head.weight.dtype), micro[1])) * size
+
+    def make(net):
+        return torch.optim.SGD(net.parameters(), lr=0.1)
+
+    net, optimizer = prepare(plain.make_net().float(), k_steps=2, make=make, clip_norm=1.0)
+    for micro in data(2):
+        out = optimizer.minimize(loss(net, micro))
+    reference = plain.make_net()
+    (sum(loss(reference, micro) for micro in data(2)) / 2).backward()
+    norm = nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+    make(reference).step()
+    assert out.updated
+    assert out.grad_norm.dtype == torch.float32
+    assert out.grad_norm.item() == pytest.approx(norm.item(), rel=1e-5)
+    for ours, theirs in zip(net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=1e-6)
 
 
 def test_an_odd_scale_is_undone_to_the_last_digits():
