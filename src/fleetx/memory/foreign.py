@@ -1,10 +1,37 @@
-"""Models that were compiled from outside: a plan must be between the compiler and the modules, not inside of it."""
+"""What a plan cannot work inside of: a compilation from outside, or a model that checkpoints itself."""
 
 import sys
+from collections.abc import Iterable
 
 from torch import nn
 
 from fleetx.memory.experience import Experience
+
+_CHECKPOINTING = {  # what it is called, and what switches it off
+    "gradient_checkpointing": (
+        "model.gradient_checkpointing_disable(), or TrainingArguments(gradient_checkpointing=False)"
+    ),
+    "grad_checkpointing": "model.set_grad_checkpointing(False)",
+}
+"""The flags of transformers and timm, which they set on modules that then checkpoint what they call."""
+
+
+def refuse_gradient_checkpointing(model: nn.Module, modules: Iterable[nn.Module]) -> None:
+    """Reject a model that checkpoints itself: its blocks would be computed three times. Called in each forward."""
+    for module in modules:
+        held = vars(module)  # flags of classes are off: to look them up would cost a microsecond for each module
+        for flag in _CHECKPOINTING:
+            if held.get(flag) and module.training:
+                raise ValueError(_checkpoints_itself(model, module, flag))
+
+
+def _checkpoints_itself(model: nn.Module, module: nn.Module, flag: str) -> str:
+    name = next(name for name, other in model.named_modules() if other is module)
+    return (
+        f"the model checkpoints itself ({name + '.' if name else ''}{flag} is {getattr(module, flag)!r}), and with a "
+        "plan its blocks would be computed three times. The plan recomputes them already: leave gradient checkpointing "
+        f"off, with {_CHECKPOINTING[flag]}; or take the plan off, with fleetx.memory.applied_to(model).remove()."
+    )
 
 
 def refuse_foreign_compilation(model: nn.Module, experience: Experience) -> None:

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from fleetx.memory.foreign import require_not_compiled
+from fleetx.memory.foreign import refuse_gradient_checkpointing, require_not_compiled
 from fleetx.memory.hooks import hooks_of, plan_on
 from fleetx.memory.names import Cuts
 
@@ -17,13 +17,7 @@ def require_unwrapped(model: nn.Module) -> None:
         raise ValueError(HAS_A_PLAN)
     _require_no_plan_around(model)
     require_not_compiled(model)
-    for name, module in model.named_modules():
-        if getattr(module, "gradient_checkpointing", False) is True:
-            raise ValueError(
-                f"the model checkpoints itself ({name + '.' if name else ''}gradient_checkpointing is True), and "
-                "everything would be computed a third time. Set it to False first, as "
-                "model.gradient_checkpointing_disable() does for models of transformers."
-            )
+    refuse_gradient_checkpointing(model, model.modules())
 
 
 def _require_no_plan_around(model: nn.Module) -> None:

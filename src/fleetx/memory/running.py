@@ -12,6 +12,7 @@ from fleetx.memory import dear, randomness
 from fleetx.memory.buffers import modules_of, tensors_of
 from fleetx.memory.checking import LateFillers
 from fleetx.memory.experience import Experience, Learned
+from fleetx.memory.foreign import refuse_gradient_checkpointing
 from fleetx.memory.ledger import Inputs, Ledger
 from fleetx.memory.names import Cuts, operation_name
 from fleetx.memory.recompute import Frame, Kept, Saved, unchanged
@@ -39,6 +40,7 @@ class Run:
         self._is_told = calls_of(model) > 0  # else nothing can be learned from the stack: compiled code calls it
         self._wonders_at = MANY
         modules = modules_of(model)
+        refuse_gradient_checkpointing(model, modules)
         held = tensors_of(modules, "_parameters", "_buffers")
         self.devices = randomness.devices_of(held)
         _require_one_to_move_from(self.devices, experience.cuts)
