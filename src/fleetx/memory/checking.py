@@ -64,7 +64,9 @@ Checksum = OfBits | OfDirection
 @torch.no_grad()
 def checksum(tensor: Tensor) -> Checksum | None:
     """A few numbers, on its device, that tell the tensor from others; None if it has none. Nobody waits for them."""
-    if type(tensor) not in (Tensor, torch.nn.Parameter) or pointer_of(tensor) is None or tensor.is_quantized:
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_quantized:
+        return None
+    if tensor.numel() == 0 or pointer_of(tensor) is None:  # an empty view has memory, and no numbers
         return None
     return _of_bits(tensor.detach()) if gives_same_bits(tensor.device) else _of_direction(tensor.detach())
 
