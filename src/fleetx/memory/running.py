@@ -283,7 +283,7 @@ class Run:
         tape, saves = self.frame.tape, range(begun.first, len(self.frame.looks))
         noted = begun.noted or self.ledger.note_inputs(self.frame, args, kwargs, [])
         call = tape.note_call(function, noted, output, Surroundings.now(self.kinds), saves)
-        call.dear = begun.dear if begun.dear is not None and begun.dear.saved else None
+        call.dear = begun.dear  # also if nothing is saved: ctc_loss takes another way inside of a dispatch mode
         self.note_draws(call, begun.random)
         if saves:
             self.frame.undivided = self.frame.undivided or "what is computed between modules is not compiled"
