@@ -17,7 +17,7 @@ def found(request, tmp_path_factory):
     done = start(SCRIPT, folder, workers=request.param, check=False)
     # Worker 1 gets SIGTERM, and not by the launcher, to which that is a job that was not done.
     assert done.returncode == 128 + signal.SIGTERM, done.stderr[-3000:]
-    assert "worker 1 got SIGTERM from somebody other than fleetrun" in done.stderr
+    assert "worker 1 was asked to stop (SIGTERM) by somebody other than fleetrun" in done.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(request.param)]
 
 

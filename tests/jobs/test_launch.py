@@ -467,7 +467,7 @@ def test_a_job_whose_worker_somebody_else_asks_to_leave_is_not_taken_for_done(
     job.wait_for_workers()
     os.kill(int(job.files[1].read_text()), signal.SIGTERM)
     assert job.end() == code
-    assert "fleetrun: worker 1 got SIGTERM from somebody other than fleetrun, and left as it asks (host " in job.errors
+    assert "worker 1 was asked to stop (SIGTERM) by somebody other than fleetrun, and left (host " in job.errors
     assert ("This is restart 1 of 1." in job.errors) == (restarts == "1")
     assert all("saves and leaves" in (tmp_path / "log" / f"workerlog.{rank}").read_text() for rank in range(2))
 

@@ -41,7 +41,7 @@ def ending(rank, code=1, time=0.0, **facts):
         ),
         (
             ending(1, 0, asked=15),
-            "worker 1 got SIGTERM from somebody other than fleetrun, and left as it asks (host here)",
+            "worker 1 was asked to stop (SIGTERM) by somebody other than fleetrun, and left (host here)",
             143,
         ),
         (ending(1, LOST, lost_host="it is silent"), "host here with worker 1 is lost: it is silent", 1),

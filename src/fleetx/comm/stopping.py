@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fleetx.comm import beats, world
 from fleetx.comm.beats import Manner
+from fleetx.notices import tell_once
 from fleetx.outcome import HostValue
 
 SILENT_WINDOWS = 2
@@ -26,7 +27,7 @@ SILENT_WINDOWS = 2
 class _State:
     """What this worker knows."""
 
-    wanted = False
+    signal = 0  # that asked it to stop, or the one that its script's request counts as
     asked = False
     listening = False
     process = 0
@@ -42,14 +43,37 @@ _state = _State()
 def listen() -> None:
     """From now on SIGTERM and Ctrl-C ask this worker to leave, rather than ending it."""
     is_new, _state.asked = not _state.asked, True
-    _handle_signals()
-    if is_new:  # from now on a signal does no harm
-        beats.note_manner(Manner.ASKS)
+    if _state.listening:
+        return
+    if threading.current_thread() is threading.main_thread():
+        _handle_signals()
+        beats.note_manner(Manner.ASKS)  # from now on a signal does no harm
+    elif is_new:
+        beats.note_manner(Manner.NEVER_ASKS)
+        tell_once(
+            "no signals",
+            "fleet.stop_requested() was first called outside the main thread, and Python handles signals only there: "
+            "they end this process as before. Call it once in the main thread too, or fleet.request_stop() when the "
+            "engine asks to stop.",
+        )
+
+
+def request() -> None:
+    """Count as a worker that got SIGTERM."""
+    if _state.process not in (0, os.getpid()):
+        raise RuntimeError(
+            "fleet.request_stop() must be called in the worker itself, and this is a process that the worker "
+            f"({_state.process}) has forked ({os.getpid()}). Send the request to the worker, or SIGTERM."
+        )
+    _want(signal.SIGTERM)
+
+
+def _want(number: int) -> None:
+    _state.signal = _state.signal or number
+    beats.note_signal(number)
 
 
 def _handle_signals() -> None:
-    if _state.listening or threading.current_thread() is not threading.main_thread():
-        return
     _state.listening, _state.process = True, os.getpid()
     for number in (signal.SIGTERM, signal.SIGINT):
         # What the script has set up by itself stays.
@@ -66,8 +90,8 @@ def window_begins() -> None:
 
 
 def is_wanted() -> bool:
-    """Whether this worker has got the signal."""
-    return _state.wanted
+    """Whether this worker has got a signal, or its script a request."""
+    return _state.signal != 0
 
 
 def note(stop: Tensor) -> None:
@@ -79,7 +103,7 @@ def note(stop: Tensor) -> None:
 
 def note_alone() -> None:
     """A worker alone need not ask anybody."""
-    _state.previous = _state.latest = _state.wanted
+    _state.previous = _state.latest = is_wanted()
 
 
 def is_agreed() -> bool:
@@ -102,10 +126,9 @@ def _on_signal(number: int, _frame: FrameType | None) -> None:
     """
     if os.getpid() != _state.process:
         _take_as_usual(number)
-    if _state.wanted and number == signal.SIGINT and world.launched_size() == 1:
+    if _state.signal and number == signal.SIGINT and world.launched_size() == 1:
         raise KeyboardInterrupt
-    _state.wanted = True
-    beats.note_signal(number)
+    _want(number)
 
 
 def _take_as_usual(number: int) -> NoReturn:

@@ -28,6 +28,18 @@ def stop_requested() -> bool:
     return stopping.is_agreed()
 
 
+def request_stop() -> None:
+    """Ask all workers to stop, as SIGTERM to this worker would; from any thread, also in a signal handler of your own.
+
+    For an engine's notice that this machine is about to go, and for Ray Train, whose training thread gets no signals.
+    All workers see it in `stop_requested` after the same update; a script that never asks there goes on.
+
+    >>> from fleetx import fleet
+    >>> fleet.request_stop()  # doctest: +SKIP
+    """
+    stopping.request()
+
+
 def evenly(batches: Iterable[T]) -> Generator[T]:
     """The batches of this worker, as long as all workers have one: the first that runs out ends the epoch for all.
 

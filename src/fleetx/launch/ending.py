@@ -74,7 +74,7 @@ class Ending:
             return f"host {self.host} with {who} is lost: {self.lost_host}"
         if self.asked:
             name = signal_name(self.asked)
-            return f"{who} got {name} from somebody other than fleetrun, and left as it asks (host {self.host})"
+            return f"{who} was asked to stop ({name}) by somebody other than fleetrun, and left (host {self.host})"
         if self.left_early:
             return (
                 f"{who} left with exit code 0 while others were still at work (host {self.host}): all workers must do "
