@@ -1,3 +1,4 @@
+import multiprocessing
 import os
 import random
 import signal
@@ -236,6 +237,19 @@ def test_a_stuck_process_raises():
     loader = Loader(Stuck(), ShardedBatches(23, 4), num_workers=1, timeout=1)
     with pytest.raises(RuntimeError, match=r"a loading process was lost.*raise timeout \(now 1 s\)"):
         list(loader)
+
+
+def test_signals_to_all_processes_of_a_job_do_not_end_loading_processes():
+    """SLURM sends SIGTERM to them too, and the training process needs batches until it has saved."""
+    loader, expected, before = build(1), two_epochs(build()), multiprocessing.active_children()
+    batches = [next(iter(loader))]
+    (process,) = set(multiprocessing.active_children()).difference(before)
+    for number in ("-TERM", "-INT"):
+        subprocess.run(["kill", number, str(process.pid)], check=True)
+    same(batches + two_epochs(loader), expected)
+    process.terminate()  # torch does so with one that hangs
+    process.join(GUARD)
+    assert process.exitcode == 0
 
 
 @pytest.mark.middle

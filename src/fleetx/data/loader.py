@@ -5,16 +5,27 @@ position is two numbers, the epoch and the batches already given, whatever the l
 """
 
 import inspect
+import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from functools import partial
 from typing import Any, TypedDict, get_args
 
 import torch
 from torch.utils.data import DataLoader, default_collate
 
 from fleetx.data.checks import whole_number
-from fleetx.data.reading import BatchReader, Collate, EpochSamples, Failure, OnError, Reply, Request
+from fleetx.data.reading import (
+    BatchReader,
+    Collate,
+    EpochSamples,
+    Failure,
+    OnError,
+    Reply,
+    Request,
+    outlive_stop_signals,
+)
 from fleetx.data.sampling import BatchPlan, ShardedBatches
 from fleetx.data.travelling import unpacked
 from fleetx.notices import did_you_mean, shown
@@ -219,6 +230,7 @@ class Loader:
             prefetch_factor=self.prefetch if parallel else None,
             pin_memory=self.pin_memory,
             timeout=self.timeout if parallel else 0,
+            worker_init_fn=partial(outlive_stop_signals, os.getpid()),
             multiprocessing_context=self.start_method if parallel else None,
             # Without its own generator torch would draw a seed from the global one, and so disturb the training's.
             generator=torch.Generator(),

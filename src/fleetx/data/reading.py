@@ -1,5 +1,8 @@
 """What a loading process does: turns a request (an epoch and some indices) into a batch, or says what is wrong."""
 
+import os
+import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -127,6 +130,24 @@ class BatchReader(Dataset[Reply | Failure]):
                 if further == 0:  # those that come after it are counted when they are asked for themselves
                     skipped[bad.reason] += 1
         raise SampleError("no good sample", f"every one of the {size} samples is bad: {dict(bad_ones)}.")
+
+
+def outlive_stop_signals(training_process: int, _number: int) -> None:
+    """Ignore SIGTERM and Ctrl-C in this loading process: until all workers have saved, training needs batches.
+
+    SLURM signals all processes of a step, and a terminal all of a job. Only the training process itself may end this
+    one by SIGTERM, as torch does. Programs that a data set starts outlive these signals too.
+    """
+    # A handler would not learn who sent the signal; a thread that waits for it does.
+    signals = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    threading.Thread(target=_end_when_told, args=(training_process, signals), daemon=True).start()
+
+
+def _end_when_told(training_process: int, signals: set[signal.Signals]) -> None:
+    while signal.sigwaitinfo(signals).si_pid != training_process:
+        pass
+    os._exit(0)
 
 
 def _rows(batch: Any) -> int | None:
