@@ -1,9 +1,13 @@
 import os
 import re
+import socket
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from fleetx import fleet
+from fleetx.comm import stopping
 from fleetx.fleet import job
 from fleetx.fleet.job import _is_launched
 from fleetx.own_gpu import own_gpu
@@ -78,3 +82,82 @@ def test_fleet_init_refuses_to_share_a_gpu(monkeypatch):
     monkeypatch.setattr(job.dist, "init_process_group", lambda _backend: pytest.fail("it has joined the others"))
     with pytest.raises(RuntimeError, match="each worker needs a GPU of its own"):
         fleet.init()
+
+
+@pytest.fixture
+def launched_alone(monkeypatch):
+    """What a launcher says to an only worker; no group is left behind."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    told = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    yield
+    fleet.shutdown()
+
+
+def test_after_other_code_has_ended_the_group_init_joins_again(launched_alone):
+    """A trainer may end any group that is up when its function returns, and run the next one in the same process."""
+    fleet.init()
+    dist.destroy_process_group()
+    fleet.init()
+    assert dist.is_initialized()
+
+
+def test_shutdown_leaves_a_group_alone_that_came_after_its_own(launched_alone):
+    fleet.init()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo")
+    fleet.init()
+    fleet.shutdown()
+    assert dist.is_initialized()
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Ask for a stop without a signal, and forget it afterwards."""
+    monkeypatch.setattr(stopping, "_state", stopping._State())
+    monkeypatch.setattr(stopping, "_handle_signals", lambda: None)
+    return fleet.request_stop
+
+
+def test_what_one_job_was_asked_and_has_answered_does_not_concern_the_next_one(launched_alone, asked):
+    fleet.init()
+    asked()
+    fleet.init()  # again, in the same job
+    assert fleet.stop_requested()
+    assert fleet.stop_requested()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo")
+    fleet.init()
+    assert not fleet.stop_requested()
+    asked()
+    fleet.init()
+    assert fleet.stop_requested()
+    dist.destroy_process_group()
+
+
+def test_a_request_that_was_not_answered_waits_for_the_job(launched_alone, asked):
+    asked()
+    fleet.init()
+    assert fleet.stop_requested()
+
+
+def test_a_script_that_trains_alone_twice_is_asked_twice(asked):
+    asked()
+    fleet.init()
+    assert fleet.stop_requested()
+    fleet.init()
+    assert not fleet.stop_requested()
+
+
+def test_the_votes_of_an_earlier_job_are_forgotten(launched_alone, asked):
+    fleet.init()
+    stopping.listen()
+    stopping.note(torch.ones(()))
+    assert stopping.is_agreed()
+    dist.destroy_process_group()
+    fleet.init()
+    assert not stopping.is_agreed()

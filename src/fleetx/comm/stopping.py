@@ -28,6 +28,7 @@ class _State:
     """What this worker knows."""
 
     signal = 0  # that asked it to stop, or the one that its script's request counts as
+    answered = False  # whether the script has learned that the job was asked
     asked = False
     listening = False
     process = 0
@@ -38,6 +39,21 @@ class _State:
 
 
 _state = _State()
+
+
+def begin_job() -> None:
+    """What an earlier job of this process was asked, and has answered, does not concern the next one."""
+    _state.latest = _state.previous = False
+    if _state.answered:
+        _state.signal, _state.answered = 0, False
+
+
+def answer() -> bool:
+    """Whether the job was asked, as the script learns it."""
+    listen()
+    is_asked = is_wanted() if world.size() == 1 else is_agreed()
+    _state.answered = _state.answered or is_asked
+    return is_asked
 
 
 def listen() -> None:

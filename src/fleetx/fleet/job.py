@@ -3,18 +3,20 @@
 import atexit
 import gc
 import os
+import weakref
 from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 
-from fleetx.comm import beats, world
+from fleetx.comm import beats, stopping, world
 from fleetx.comm.beats import Wait
 from fleetx.comm.launched import torch_variables
 from fleetx.notices import tell_once
 from fleetx.own_gpu import own_gpu
 
-_started_here = False
+_joined: "weakref.ref[dist.ProcessGroup | None] | None" = None  # the group that `init` has started or adopted
+_is_ours = False  # whether it has started that one
 
 
 def init(is_collective: bool = True, *, backend: str | None = None) -> None:
@@ -24,16 +26,16 @@ def init(is_collective: bool = True, *, backend: str | None = None) -> None:
     is torch.distributed's; left out, tensors on a GPU travel by NCCL and those of the host by gloo. Calling it again
     changes nothing.
     """
-    global _started_here
     if not is_collective:
         raise ValueError("is_collective=False means parameter servers, which FleetX does not have. Leave it out.")
-    if _started_here:
-        return
     if world.is_joined():
-        _adopt(backend)
+        if not _has_started():
+            _adopt(backend)
+            _begin_job(is_ours=False)
         return
     os.environ.update(torch_variables())
     if not _is_launched(os.environ):
+        stopping.begin_job()
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(own_gpu(os.environ, torch.cuda.device_count()))
@@ -41,8 +43,22 @@ def init(is_collective: bool = True, *, backend: str | None = None) -> None:
     with beats.waiting(Wait.TO_JOIN):
         dist.init_process_group(backend)
     beats.expect(False)
-    _started_here = True
+    _begin_job(is_ours=True)
+    atexit.unregister(shutdown)
     atexit.register(shutdown)
+
+
+def _begin_job(is_ours: bool) -> None:
+    """Trainers may run several jobs in one process, each in a group of its own; `init` may be called again in each."""
+    global _joined, _is_ours
+    if _joined is None or _joined() is not dist.group.WORLD:
+        stopping.begin_job()
+    _joined, _is_ours = weakref.ref(dist.group.WORLD), is_ours
+
+
+def _has_started() -> bool:
+    """Whether `init` has started the group that is up: other code may have ended that one, and begun another."""
+    return _is_ours and world.is_joined() and _joined is not None and _joined() is dist.group.WORLD
 
 
 def _adopt(backend: str | None) -> None:
@@ -96,13 +112,11 @@ def _is_launched(environment: Mapping[str, str]) -> bool:
 
 def shutdown() -> None:
     """Leave the job; only a group that `init` started is taken down. Runs by itself when the process ends."""
-    global _started_here
-    if _started_here and world.is_joined():
+    if _has_started():
         # Modules that are garbage but not yet collected may hold the group: its threads would then outlive the
         # interpreter, and die with "terminate called" when they release a tensor.
         gc.collect()
         dist.destroy_process_group()
-    _started_here = False
 
 
 def worker_index() -> int:

@@ -16,16 +16,14 @@ def stop_requested() -> bool:
 
     Call it after each update, on all workers. All of them get the same answer at the same update, since it travels with
     the gradients of `fleet.distributed_optimizer`; on a GPU it comes one update late. From the first call on these
-    signals no longer end the process by themselves.
+    signals no longer end the process by themselves. A later job of the same process, from its `fleet.init()` on, was
+    not asked.
 
     >>> from fleetx import fleet
     >>> fleet.stop_requested()
     False
     """
-    stopping.listen()
-    if world.size() == 1:
-        return stopping.is_wanted()
-    return stopping.is_agreed()
+    return stopping.answer()
 
 
 def request_stop() -> None:
