@@ -159,3 +159,18 @@ def test_sizes_of_a_wrong_type_are_refused(arguments, message):
     with pytest.raises(TypeError, match=message):
         ShardedBatches(*arguments)
     assert ShardedBatches(np.int64(10), np.int32(4)).count(0) == 3
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda **place: ShardedBatches(8, 4, **place), lambda **place: TokenBatches(lambda _: np.ones(8), 4, **place)],
+)
+def test_batches_that_the_driver_made_are_refused_on_workers(make, monkeypatch):
+    """Ray Train copies what a train function refers to: each worker would read everything."""
+    asked, given = make(), make(rank=0, workers=1)
+    assert len(list(asked.epoch(0))) == 2
+    for name, value in {"is_joined": True, "rank": 1, "size": 2}.items():
+        monkeypatch.setattr(f"fleetx.data.sampling.world.{name}", lambda value=value: value)
+    with pytest.raises(RuntimeError, match="dealt out to 1, and the job has 2 workers. Make plan and loader"):
+        list(asked.epoch(0))
+    assert len(list(given.epoch(0))) == 2

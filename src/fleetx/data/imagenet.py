@@ -64,11 +64,11 @@ def load_imagenet_from_file(
             f"batch_size, image_size and classes must be at least 1, got {batch_size}, {image_size} and {classes}."
         )
     check_on_error(on_error)
-    rank, workers = place(rank, workers)
+    count = place(rank, workers)[1]
     samples = ImageSamples(read_list(Path(path), classes, on_error), phase, image_size)
     plan = ShardedBatches(
         len(samples),
-        batch_size * workers,
+        batch_size * count,
         rank=rank,
         workers=workers,
         seed=seed,

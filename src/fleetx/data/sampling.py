@@ -64,6 +64,7 @@ class ShardedBatches:
         last: Last = "keep",
     ) -> None:
         self.rank, self.workers = place(rank, workers)
+        self._asked_job = rank is None and workers is None
         size = whole_number("size", size, "give the number of samples, len(dataset)")
         global_batch = whole_number("global_batch", global_batch, "give the samples of one batch, over all workers")
         if size < 1:
@@ -113,6 +114,8 @@ class ShardedBatches:
 
     def epoch(self, number: int) -> Iterator[Tensor]:
         """The index batches of one epoch."""
+        if self._asked_job:
+            require_same_job(self.workers)
         order = Epoch(self.seed, number).order(self.size) if self.shuffle else torch.arange(self.size)
         wanted = sum(self._sizes)
         if wanted > self.size:
@@ -152,3 +155,13 @@ def place(rank: int | None, workers: int | None) -> tuple[int, int]:
     if not 0 <= number < count:
         raise ValueError(f"a worker's number is from 0 to workers - 1: got rank {number} of {count} workers.")
     return number, count
+
+
+def require_same_job(workers: int) -> None:
+    """Batches that the driver of a job has made, and handed on to its workers, would be the same on each of them."""
+    if world.is_joined() and workers != world.size():
+        raise RuntimeError(
+            f"index batches must be made on the worker that reads them: these were dealt out to {workers}, and the job "
+            f"has {world.size()} workers. Make plan and loader in the function that each worker runs, after "
+            "fleet.init(), or give rank= and workers=."
+        )

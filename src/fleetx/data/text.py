@@ -68,7 +68,7 @@ def load_digital_dataset_from_file(
     _check_sizes(batch_size, max_seq_len, in_tokens, buffer)
     if in_tokens and last != "keep":
         raise ValueError(f"last={last!r} is for batches counted in samples; in_tokens keeps everything.")
-    rank, workers = place(rank, workers)
+    count = place(rank, workers)[1]
     vocabulary = load_vocabulary(vocab_path)
     _check_vocabulary(vocabulary, vocab_path, vocab_size)
     text = read_folder(Path(data_dir), vocabulary, max_seq_len, on_error)
@@ -78,7 +78,7 @@ def load_digital_dataset_from_file(
         plan = TokenBatches(samples.lengths, batch_size, rank=rank, workers=workers, seed=seed, shuffle=shuffle)
     else:
         plan = ShardedBatches(
-            len(samples), batch_size * workers, rank=rank, workers=workers, seed=seed, shuffle=shuffle, last=last
+            len(samples), batch_size * count, rank=rank, workers=workers, seed=seed, shuffle=shuffle, last=last
         )
     return Loader(samples, plan, collate=samples.collate, **loading)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fleetx.data.randomness import Epoch, check_seed
-from fleetx.data.sampling import place
+from fleetx.data.sampling import place, require_same_job
 
 
 class TokenBatches:
@@ -29,6 +29,7 @@ class TokenBatches:
         shuffle: bool = True,
     ) -> None:
         self.rank, self.workers = place(rank, workers)
+        self._asked_job = rank is None and workers is None
         self.lengths = lengths
         self.tokens = tokens
         self.seed = check_seed(seed)
@@ -37,6 +38,8 @@ class TokenBatches:
 
     def epoch(self, number: int) -> Iterator[Tensor]:
         """The index batches of one epoch."""
+        if self._asked_job:
+            require_same_job(self.workers)
         return iter(self._plan(number)[self.rank :: self.workers])
 
     def count(self, number: int) -> int:
