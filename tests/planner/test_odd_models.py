@@ -82,7 +82,6 @@ def test_any_model_is_planned_and_a_real_step_confirms_it(make):
         plan = fleetx.plan(model, sample(1), memory=int(caught.value.least_memory * share), verify=True, **settings)
         assert plan.verified
         assert plan.measured.peak <= plan.memory
-        assert plan.is_exact
 
 
 @pytest.mark.middle

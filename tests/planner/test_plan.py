@@ -20,8 +20,8 @@ from fleetx.planner.fitting import DoesNotFit
 from fleetx.planner.lines import Line
 from fleetx.planner.making import plan_for
 from fleetx.planner.plan import Plan
-from fleetx.planner.search import Cut, Outlook, Search, cuts_of
-from fleetx.planner.solve import solve
+from fleetx.planner.search import Cut, Estimate, Search, cuts_of
+from fleetx.planner.solver import solve
 from fleetx.planner.table import folded, in_words
 from fleetx.units import parse_bytes
 from tests.planner.profiles import differing, transformer
@@ -244,6 +244,12 @@ def test_unknown_entries_of_a_plan_are_refused():
         Plan.from_json(json.dumps(values | {"surplus": 1}))
 
 
+def test_plans_that_say_whether_something_may_be_faster_are_read():
+    """As plans did until November 2026."""
+    plan = plan_for(transformer(2), memory=32 * GIB, global_batch=4, curve=False)
+    assert Plan.from_json(json.dumps(json.loads(plan.to_json()) | {"is_exact": True})) == plan
+
+
 def test_a_plan_with_a_state_too_few_is_refused():
     values = json.loads(plan_for(transformer(2), memory=32 * GIB, global_batch=4, curve=False).to_json())
     with pytest.raises(ValueError, match="2 segments have 1 states"):
@@ -274,7 +280,6 @@ def test_a_plan_with_a_state_too_few_is_refused():
         ("measured", [1, math.nan]),
         ("timeline", [["0", "forward", 0.0, 1, 1, []]]),
         ("reason", 7),
-        ("is_exact", 1),
         ("seconds", 10**400),
         ("notes", [1]),
     ],
@@ -468,18 +473,9 @@ def test_planning_two_hundred_segments_is_little_work(question, make, curve, lim
     with Work() as work:
         plan = plan_for(profile, memory=12 * GIB, global_batch=256, curve=curve, **question)
     assert work.calls < limit
-    assert work.choices < 400_000
     assert plan.peak <= 12 * GIB
     assert any(state != EVERYTHING for state in plan.states)  # the budget binds
-    assert plan.is_exact or "faster might exist" in " ".join(plan.notes)
     assert (len(plan.curve) > 0) == curve
-
-
-def test_of_many_segments_fewer_budgets_are_asked_about_and_the_next_gib_among_them():
-    curves = [plan_for(transformer(count), memory=32 * GIB, global_batch=64).curve for count in (24, 80)]
-    assert len(curves[0]) > len(curves[1]) >= 4
-    for curve in curves:
-        assert {31 * GIB, 32 * GIB, 33 * GIB} <= {bought.memory for bought in curve}
 
 
 @pytest.mark.middle
@@ -488,7 +484,6 @@ def test_that_two_hundred_segments_do_not_fit_is_little_work_and_the_least_memor
     with Work() as work, pytest.raises(DoesNotFit) as caught:
         plan_for(profile, memory=2 * GIB, global_batch=256, one_forward=True)
     assert work.calls < 3e6
-    assert work.choices == 0
     question = {"global_batch": 256, "one_forward": True, "curve": False}
     assert plan_for(profile, memory=caught.value.least_memory, **question).peak <= caught.value.least_memory
     with pytest.raises(DoesNotFit):
@@ -498,14 +493,14 @@ def test_that_two_hundred_segments_do_not_fit_is_little_work_and_the_least_memor
 @pytest.mark.middle
 @pytest.mark.parametrize(("bandwidth", "host"), [(0.0, None), (2e9, None), (50e9, None), (50e9, 0), (50e9, 5 * GIB)])
 @pytest.mark.parametrize("make", [transformer, differing, partial(transformer, launches=2e-3)])
-def test_no_plan_is_faster_than_its_outlook(make, bandwidth, host):
-    """Which is told before a slicing is looked at: what it rules out is never searched."""
+def test_no_plan_is_faster_than_its_estimate(make, bandwidth, host):
+    """The estimate comes before a slicing is searched: what it rules out is never searched."""
     profile = make(12, bandwidth=bandwidth, gradient_parts=(50 * 2**20,) * 13)
     for budget in (6 * GIB, 12 * GIB, 24 * GIB, 100 * GIB):
         search = Search(profile, 64, host, cuts_of(64))
         for cut in search.cuts:
             merged = cut.micro_batch < 64
-            least = Outlook(profile, host).least_seconds(cut.micro_batch, budget, merged=merged)
+            least = Estimate(profile).least_seconds(cut.micro_batch, budget, merged=merged)
             found = solve(search.chain(cut.micro_batch), budget, host)
             assert least <= (math.inf if found is None else found.seconds * (1 + 1e-9))
 
@@ -544,7 +539,6 @@ def test_more_micro_batches_than_samples_are_one_for_each():
 
 def test_a_model_without_segments_is_planned_too():
     plan = plan_for(replace(transformer(), segments=()), memory=6 * GIB, global_batch=96)
-    assert plan.is_exact
     assert plan.k_steps > 1
     assert plan.segments() == []
     assert plan.peak <= 6 * GIB
@@ -565,7 +559,6 @@ def test_planning_bert_large_for_a_large_batch_is_little_work():
     with Work() as work:
         plan = plan_for(transformer(), memory=32 * GIB, global_batch=4096)
     assert work.calls < 1e6
-    assert work.choices < 20_000
     assert math.isfinite(plan.seconds)
     assert evaluate(transformer().chain(plan.micro_batch), [0] * 24).seconds > 0
 

@@ -25,7 +25,7 @@ from fleetx.planner.making import plan_for
 from fleetx.planner.meter import CountingMeter
 from fleetx.planner.plan import Plan
 from fleetx.planner.profile import measure
-from fleetx.planner.solve import least_memory
+from fleetx.planner.solver import least_memory
 from fleetx.planner.timing import Seconds, Timing, _timed
 from fleetx.planner.tracing import trace
 from fleetx.planner.trials import MOST_SAMPLES, Trials

@@ -264,18 +264,19 @@ def evaluate_exchanges(chain: Chain, choice: NDArray[np.int64]) -> Costs:
     """
     table, rows = chain.table, np.arange(len(choice))
     seconds, waiting, _, local, sent, holds, released = (column[rows, choice] for column in table)
-    sent_before, holds_before = np.append(0, sent[:-1]), np.append(0, holds[:-1])
-    released_after, lasting_after = np.append(released[1:], 0), np.append(seconds[1:], chain.tail_backward_seconds)
+    sent_before, holds_before = np.concatenate([[0], sent[:-1]]), np.concatenate([[0], holds[:-1]])
+    released_after = np.concatenate([released[1:], [0]])
+    lasting_after = np.concatenate([seconds[1:], [chain.tail_backward_seconds]])
     # What each option keeps itself, and makes the next segment keep.
     keeps = table.kept + np.minimum(holds_before[:, None], table.released)
     makes_keep = np.minimum(table.holds, released_after[:, None])
     kept = np.cumsum(keeps[rows, choice])
-    before = np.append(0, kept[:-1])
+    before = np.concatenate([[0], kept[:-1]])
     turn = kept[-1] + sent[-1] + chain.tail_bytes + chain.gradients_from[-1]
-    needs = np.append(before + local + sent_before, turn)
+    needs = np.concatenate([before + local + sent_before, [turn]])
     lowest = chain.update_bytes + chain.gradients_from[0]
-    earlier = np.maximum.accumulate(np.append(lowest, needs[:-2]))
-    later = np.append(np.maximum.accumulate(needs[:1:-1])[::-1], -(2**60))
+    earlier = np.maximum.accumulate(np.concatenate([[lowest], needs[:-2]]))
+    later = np.concatenate([np.maximum.accumulate(needs[:1:-1])[::-1], [-(2**60)]])
     more = keeps - keeps[rows, choice][:, None]
     more_later = more + makes_keep - makes_keep[rows, choice][:, None]
     more_sent = table.sent - sent[:, None]

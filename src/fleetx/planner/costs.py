@@ -28,6 +28,7 @@ class Reserve(NamedTuple):
 
 
 EXACTLY = Reserve()
+_KEEPS_ALL = State()
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,15 @@ class OptionCost:
         """All but the time."""
         return self.kept, self.forward_bytes, self.backward_bytes, self.sent, self.holds, self.released
 
-    def at(self, micro_batch: int, forward_seconds: float) -> Option:
-        """At a micro-batch size, where the forward takes so long."""
+    def seconds_at(self, micro_batch: int, forward_seconds: float) -> float:
+        """Of the backward, where the forward takes so long."""
+        return max(self.seconds.at(micro_batch), self.launches - forward_seconds)
+
+    def at(self, micro_batch: int, seconds: float) -> Option:
+        """At a micro-batch size, where the backward takes so long."""
         return Option(
             self.state,
-            seconds=max(self.seconds.at(micro_batch), self.launches - forward_seconds),
+            seconds=seconds,
             kept=self.kept.bytes_at(micro_batch),
             forward_bytes=self.forward_bytes.bytes_at(micro_batch),
             backward_bytes=self.backward_bytes.bytes_at(micro_batch),
@@ -141,25 +146,21 @@ class Profile:
         )
 
     def _stage(self, segment: SegmentCost, micro_batch: int, number: int) -> Stage:
-        forward_seconds = segment.forward_seconds.at(micro_batch)
-        options = [option.at(micro_batch, forward_seconds) for option in segment.options]
+        forward = segment.forward_seconds.at(micro_batch)
         # The last segment is needed first in the backward: moving it away would be in vain.
-        if self.bandwidth <= 0 or number == len(self.segments) - 1:
-            options = [option for option in options if option.state.home == "device"]
+        is_last = number == len(self.segments) - 1
+        costs = [o for o in segment.options if o.state.home == "device" or not (self.bandwidth <= 0 or is_last)]
         # Measurements are not exact; but what does more is not faster.
-        kept = [option.seconds for option in options if option.state == State("everything")]
-        least = kept[0] if kept else 0.0
-        following = self.segments[number + 1].forward_seconds if number + 1 < len(self.segments) else None
-        window = (following or self.tail_forward_seconds).at(micro_batch)
-        possible = [
-            replace(o, seconds=max(o.seconds, least * _more(o.state)), waiting=self._waiting(o, window))
-            for o in options
-        ]
-        return Stage(segment.name, forward_seconds, tuple(possible))
+        least = sum(o.seconds_at(micro_batch, forward) for o in costs if o.state == _KEEPS_ALL)
+        options = [o.at(micro_batch, max(o.seconds_at(micro_batch, forward), least * _more(o.state))) for o in costs]
+        following = self.tail_forward_seconds if is_last else self.segments[number + 1].forward_seconds
+        window = following.at(micro_batch)
+        waiting = [self._waiting(option, window) if option.sent else option for option in options]
+        return Stage(segment.name, forward, tuple(waiting))
 
-    def _waiting(self, option: Option, window: float) -> float:
-        """How much longer than the next segment's forward it takes until all is gone."""
-        return max(0.0, option.sent / self.bandwidth - window) if option.sent else 0.0
+    def _waiting(self, option: Option, window: float) -> Option:
+        """The same, with how much longer than the next segment's forward it takes until all is gone."""
+        return replace(option, waiting=max(0.0, option.sent / self.bandwidth - window))
 
     def check(self) -> None:
         """Raise if these figures cannot have been measured; a file may have become anything."""

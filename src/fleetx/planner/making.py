@@ -16,7 +16,6 @@ TOLERATED = 1.5  # times as long: what real times preferred may be predicted to 
 _RUNNERS_UP = 3
 _GAIN = 0.002  # part of the speed: what gains less is not looked for at other budgets
 _STEPS = (-4, -2, -1, 0, 1, 2, 4, 8, 16, 32, 64, 128)  # GiB more or less, or eighths of a small budget
-_FEW_STEPS = (-4, -1, 0, 1, 4, 16, 64)  # where each takes long
 
 
 def plan_for(
@@ -53,8 +52,6 @@ def plan_for(
     found = search.best(memory, wanted=1 + _RUNNERS_UP)
     if not found:
         raise does_not_fit(search, memory, one_forward, k_steps, words)
-    found = search.thoroughly(found, memory)
-    gap = search.gap(found)
     preferred = [one for one in found if one.cut.k_steps == prefer and one.seconds < TOLERATED * found[0].seconds]
     found = preferred + [one for one in found if one not in preferred]
     best = found[0]
@@ -81,14 +78,13 @@ def plan_for(
         reason=reason(search, best, alone, found, one_forward, k_steps),
         one_forward=one_forward,
         compile=profile.compiled,
-        is_exact=gap == 0,
         runners_up=tuple(_runner_up(search, one) for one in found[1 : 1 + _RUNNERS_UP]),
         curve=_curve(search, memory, best) if curve else (),
         timeline=cost.points,
         fixed_bytes=chain.fixed_bytes,
         update_seconds=profile.update_seconds,
         device=profile.device,
-        notes=notes(profile, best, gap, words.whole if k_steps is None else words.whole_instead),
+        notes=notes(profile, best, words.whole if k_steps is None else words.whole_instead),
     )
 
 
@@ -105,7 +101,7 @@ def _curve(search: Search, memory: int, best: Found) -> tuple[Purchase, ...]:
     limit = plenty[0].seconds if plenty else 0.0
     bought: list[Purchase] = []
     like = best.cut
-    for factor in _FEW_STEPS if search.is_long else _STEPS:
+    for factor in _STEPS:
         budget = memory + factor * step
         found = [best] if factor == 0 else search.best(budget, gain=_GAIN, like=like)
         fastest = found[0] if found else None

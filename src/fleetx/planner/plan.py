@@ -22,6 +22,7 @@ from fleetx.planner.field_types import require_types
 from fleetx.slicing import Batch, batch_size, split
 
 FORMAT, VERSION = "fleetx.plan", 1
+_NOT_OF_A_PLAN = ("format", "version", "is_exact")  # the last one was in plans until November 2026
 _COUNTS = {"micro_batch": 1, "k_steps": 1, "global_batch": 1, "memory": 0, "peak": 0, "host_bytes": 0, "fixed_bytes": 0}
 _RATES = ("seconds", "samples_per_s")
 _RATES_SINCE = ("update_seconds", "planning_seconds")  # that older plans have not
@@ -85,7 +86,6 @@ class Plan:
     reason: str
     one_forward: bool = False
     compile: bool = False
-    is_exact: bool = True  # nothing that fits is predicted to be faster, but for what really was not better
     measured: Measured | None = None
     runners_up: tuple[RunnerUp, ...] = ()
     curve: tuple[Purchase, ...] = ()
@@ -225,7 +225,7 @@ class Plan:
                 f"this FleetX reads plans of version {VERSION}, got {shown(values.get('version'))}: make the plan anew."
             )
         try:
-            plan = cls(**_read({name: value for name, value in values.items() if name not in ("format", "version")}))
+            plan = cls(**_read({name: value for name, value in values.items() if name not in _NOT_OF_A_PLAN}))
             require_types(plan)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             said = str(error).rstrip(".")

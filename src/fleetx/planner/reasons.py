@@ -2,7 +2,7 @@
 
 from fleetx.planner.costs import Profile
 from fleetx.planner.search import Found, Search
-from fleetx.planner.solve import least_memory
+from fleetx.planner.solver import least_memory
 from fleetx.units import format_bytes
 
 _SHOWN = 5e-4  # the least gain that does not read as 0.0%
@@ -34,7 +34,7 @@ def reason(
     return f"merged, {how_fast} one forward of {batch}, for which {_repeats(search, alone)}."
 
 
-def notes(profile: Profile, best: Found, gap: float, keeps_whole: str) -> tuple[str, ...]:
+def notes(profile: Profile, best: Found, keeps_whole: str) -> tuple[str, ...]:
     """What was noticed while measuring, and what the plan means for the training; `keeps_whole` says how not to cut."""
     said = list(profile.notes)
     if best.cut.k_steps > 1 and profile.couples_samples:
@@ -44,8 +44,6 @@ def notes(profile: Profile, best: Found, gap: float, keeps_whole: str) -> tuple[
             "the loss of a few samples is no sum or mean over parts of them, as contrastive losses are none: merged "
             f"micro-batches train something else than the whole batch; {keeps_whole}."
         )
-    if gap:
-        said.append(f"the search was cut short: a plan up to {gap:.2%} faster might exist.")
     return tuple(said)
 
 

@@ -2,26 +2,20 @@
 
 import math
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
 from fleetx.notices import shown
-from fleetx.planner.bounds import rough_bound_with_cap
 from fleetx.planner.chain import Chain, State, equally_many, evaluate
 from fleetx.planner.costs import Profile
 from fleetx.planner.lines import Lines
-from fleetx.planner.solve import WIDTHS, Solution, fits, least_memory, solve
-from fleetx.planner.states import Floats
+from fleetx.planner.solver import Floats, Solution, fits, least_memory, solve
 
 MOST_SAMPLES = 2**31  # of an update
-_MANY = 60  # segments, from which on only the most promising slicing is searched
-_LONG = (40,), 800  # widths of that search, and of the proof that nothing is faster
-_WIDE = (120, 3000), 12000  # and in others, of slicings that may hold something faster
-_COARSE = (120,)  # where not every last bit of speed is asked for
-_ROUNDED = 1 + 1e-9
 _FINER = 1.25  # ratio of neighbouring micro-batches among those that do not divide the global batch
+_PRICES = 24  # of a byte, in the estimate of a slicing
 
 
 class Cut(NamedTuple):
@@ -73,12 +67,14 @@ def cuts_of(global_batch: int, *, even: bool = False) -> list[Cut]:
     return sorted(Cut(math.ceil(global_batch / k), k, -global_batch % k) for k in fewest)
 
 
-class Outlook:
-    """What can be said of a slicing before its chain is made, which takes longer: how fast it is at best."""
+class Estimate:
+    """How fast a slicing is at best, before its chain is made, which takes longer.
 
-    def __init__(self, profile: Profile, host_memory: int | None = None) -> None:
+    Each segment chooses for itself, as if only the bytes that all of them keep mattered, at the best of some prices.
+    """
+
+    def __init__(self, profile: Profile) -> None:
         self._bandwidth = profile.bandwidth
-        self._cap = math.inf if host_memory is None else host_memory
         self._without_segments = replace(profile, segments=())
         self._forward = Lines(segment.forward_seconds for segment in profile.segments)
         options = [o for row in equally_many([segment.options for segment in profile.segments]) for o in row]
@@ -86,34 +82,34 @@ class Outlook:
         self._seconds, self._kept = Lines(o.seconds for o in options), Lines(o.kept for o in options)
         self._sent = Lines(o.sent for o in options)
         self._launches = np.array([o.launches for o in options], np.float64).reshape(self._shape)
-        self._runs = Lines(o.forward_bytes for o in options), Lines(o.backward_bytes for o in options)
         self._is_away = np.array([o.state.home == "host" for o in options], bool).reshape(self._shape)
 
     def least_seconds(self, micro_batch: int, memory: int, *, merged: bool) -> float:
         """A bound that no choice of states is faster than; infinite if nothing fits for sure."""
         around = self._without_segments.chain(micro_batch, merged=merged)
         forward = self._forward.at(micro_batch)
-        seconds = float(forward.sum()) + around.tail_forward_seconds + around.tail_backward_seconds
+        least = float(forward.sum()) + around.tail_forward_seconds + around.tail_backward_seconds
         if not len(forward):
-            return seconds
-        at = partial(Lines.at, micro_batch=micro_batch)
-        kept, first, second = (at(lines).reshape(self._shape) for lines in (self._kept, *self._runs))
-        room = memory - around.fixed_bytes + 1  # a byte for rounding
-        before = np.cumsum(kept.min(axis=1)) - kept.min(axis=1)
-        if (before + np.maximum(first, second).min(axis=1)).max() > room:
+            return least
+        kept = self._kept.at(micro_batch).reshape(self._shape)
+        seconds = self._option_seconds(micro_batch, forward, around.tail_forward_seconds)
+        most = memory - around.fixed_bytes + 1 - around.tail_bytes - around.gradients_from[-1]  # a byte for rounding
+        if np.where(seconds < math.inf, kept, math.inf).min(axis=1).sum() > most:
             return math.inf
-        sent = at(self._sent).reshape(self._shape)
-        options = self._options(micro_batch, sent, forward, around.tail_forward_seconds)
-        most = room - around.tail_bytes - around.gradients_from[-1]
-        return seconds + rough_bound_with_cap(options, kept, most, sent, self._cap)
+        # What all segments could gain at most by what they keep at most is the scale of a byte's price.
+        scale = np.where(seconds < math.inf, seconds, 0.0).max() / max(1.0, float(kept.max()))
+        prices = np.concatenate([[0.0], scale * np.geomspace(1e-3, 1e3, _PRICES)])
+        values = (seconds + prices[:, None, None] * kept).min(axis=2).sum(axis=1) - prices * most
+        return least + float(values.max())
 
-    def _options(self, micro_batch: int, sent: Floats, forward: Floats, tail: float) -> Floats:
+    def _option_seconds(self, micro_batch: int, forward: Floats, tail: float) -> Floats:
         """Seconds of each, with what the forward waits for its copy, which may take as long as the next segment."""
         seconds = self._seconds.at(micro_batch).reshape(self._shape)
         seconds = np.maximum(seconds, self._launches - forward[:, None])
         if self._bandwidth <= 0:
             return np.where(self._is_away, math.inf, seconds)
         windows = np.append(forward[1:], tail)
+        sent = self._sent.at(micro_batch).reshape(self._shape)
         return seconds + np.maximum(0.0, sent / self._bandwidth - windows[:, None])
 
 
@@ -125,10 +121,9 @@ class Search:
         self.global_batch = global_batch
         self.host_memory = host_memory
         self.cuts = cuts
-        self.is_long = len(profile.segments) > _MANY
         self.merges = cuts != [Cut(global_batch, 1)]
         self.chain = cache(lambda micro_batch: profile.chain(micro_batch, merged=micro_batch < global_batch))
-        self._outlook = Outlook(profile, host_memory)
+        self._estimate = Estimate(profile)
 
     def best(self, memory: int, wanted: int = 1, gain: float = 0.0, like: Cut | None = None) -> list[Found]:
         """The fastest plan within a budget, and others until there are as many as wanted; the fastest first.
@@ -137,7 +132,6 @@ class Search:
         for the sooner a good plan is known, the sooner others are ruled out.
         """
         usable = self.usable(memory)
-        widths = _COARSE if gain and not self.is_long else None
         bounds = sorted((self._least_seconds(cut, usable), -cut.micro_batch, cut) for cut in self.cuts)
         found: list[Found] = []
         bounds.sort(key=lambda bound: bound[2] != like)
@@ -145,65 +139,16 @@ class Search:
             fastest = min((one.seconds for one in found), default=math.inf) * (1 - gain)
             if least == math.inf or (len(found) >= wanted and least >= fastest):
                 continue
-            one = self.at(cut, memory, faster_than=fastest if len(found) >= wanted else math.inf, widths=widths)
+            one = self.at(cut, memory)
             if one is not None:
                 found.append(one)
-        return _sorted(found)
+        return sorted(found, key=lambda one: (one.seconds, one.cut.k_steps))
 
-    def thoroughly(self, found: list[Found], memory: int) -> list[Found]:
-        """The same slicings, those searched on in which something faster than all these may be left."""
-        fastest, improved = found[0].seconds, []
-        for number, one in enumerate(found):
-            if self.at_least(one) < fastest / _ROUNDED:
-                one = self._ruled_out(one, memory, fastest) if self.is_long and number else self._improved(one, memory)
-                fastest = min(fastest, one.seconds)
-            improved.append(one)
-        return _sorted(improved)
-
-    def _improved(self, one: Found, memory: int) -> Found:
-        widths, proof = _LONG if self.is_long else _WIDE
-        better = self.at(one.cut, memory, widths=widths, proof=proof)
-        if better is None or better.seconds > one.seconds * _ROUNDED:
-            return one
-        return better
-
-    def _ruled_out(self, one: Found, memory: int, fastest: float) -> Found:
-        """With the proof that this slicing is not the fastest, if that is quickly found; or with a faster plan."""
-        better = self.at(one.cut, memory, faster_than=fastest, proof=_LONG[1])
-        if better is not None:
-            return better if better.seconds < one.seconds else one
-        proven = min(one.solution.seconds, self._most_seconds(one.cut, fastest))
-        return replace(one, solution=one.solution._replace(at_least=proven))
-
-    def at(
-        self,
-        cut: Cut,
-        memory: int,
-        faster_than: float = math.inf,
-        widths: tuple[int, ...] | None = None,
-        proof: int | None = None,
-    ) -> Found | None:
-        """The best states for one slicing; None if none fit, or are surely not faster than so many seconds.
-
-        `widths` and `proof` say how thoroughly they are searched for; see `solve`.
-        """
+    def at(self, cut: Cut, memory: int) -> Found | None:
+        """The best states for one slicing; None if none fit."""
         chain = self.chain(cut.micro_batch)
-        most = self._most_seconds(cut, faster_than)
-        if widths is None:
-            widths = () if self.is_long else WIDTHS
-        solution = solve(chain, self.usable(memory), self.host_memory, faster_than=most, widths=widths, proof=proof)
+        solution = solve(chain, self.usable(memory), self.host_memory)
         return None if solution is None else Found(cut, solution, self._seconds(cut, chain, solution))
-
-    def at_least(self, found: Found) -> float:
-        """Seconds that every plan with this slicing takes."""
-        if found.solution.is_exact:
-            return found.seconds
-        return found.solution.at_least * self._slices(found.cut) + self.profile.update_seconds
-
-    def gap(self, found: list[Found]) -> float:
-        """By which part another plan might be faster than the first of these; 0 if none is."""
-        gap = found[0].seconds / min(self.at_least(one) for one in found) - 1
-        return gap if gap > _ROUNDED - 1 else 0.0
 
     def states(self, found: Found) -> tuple[State, ...]:
         """What each segment does."""
@@ -221,17 +166,10 @@ class Search:
         shorter = evaluate(self.chain(cut.micro_batch - 1), solution.choice).seconds
         return longer + cut.shorter * shorter + self.profile.update_seconds
 
-    def _most_seconds(self, cut: Cut, seconds: float) -> float:
-        """What a micro-batch may take if an update shall take so long."""
-        return (seconds - self.profile.update_seconds) / self._slices(cut)
-
     def _least_seconds(self, cut: Cut, usable: int) -> float:
-        full = self._outlook.least_seconds(cut.micro_batch, usable, merged=cut.micro_batch < self.global_batch)
-        return full * self._slices(cut) + self.profile.update_seconds
-
-    def _slices(self, cut: Cut) -> float:
-        """How many whole slices take at most as long as these: time shrinks no faster than samples do."""
-        return self.global_batch / cut.micro_batch * (1 - 1e-12)
+        full = self._estimate.least_seconds(cut.micro_batch, usable, merged=cut.micro_batch < self.global_batch)
+        # Time shrinks no faster than samples do: so many whole slices take at most as long.
+        return full * (self.global_batch / cut.micro_batch) * (1 - 1e-12) + self.profile.update_seconds
 
     def least_memory(self) -> int | None:
         """The smallest budget for which there is a plan."""
@@ -259,7 +197,3 @@ class Search:
 
     def _fits(self, micro_batch: int, memory: int) -> bool:
         return fits(self.profile.chain(micro_batch, merged=self.merges), self.usable(memory), self.host_memory)
-
-
-def _sorted(found: list[Found]) -> list[Found]:
-    return sorted(found, key=lambda one: (one.seconds, one.cut.k_steps))
