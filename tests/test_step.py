@@ -10,9 +10,10 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fleetx as X
-from fleetx import batch_step, fleet, gradients
+from fleetx import batch_step, fleet, gradient_marks, gradients
 from fleetx.nonfinite import NonFiniteWatch
 from fleetx.update import Updater
+from fleetx.window import Window
 from tests import plain
 
 
@@ -213,8 +214,10 @@ class Unasked(TorchDispatchMode):
 def test_on_a_device_nothing_asks_for_counts_or_for_whether_the_window_is_skipped(monkeypatch):
     monkeypatch.setattr(batch_step, "_as_count", lambda _name, count: count)
     monkeypatch.setattr(Updater, "_skips_on_device", lambda *_: True)
-    monkeypatch.setattr(gradients, "is_at_hand", lambda _tensor: False)
-    monkeypatch.setattr(NonFiniteWatch, "record", lambda *_: None)  # which looks one window late
+    for module in (gradients, gradient_marks):
+        monkeypatch.setattr(module, "is_at_hand", lambda _tensor: False)
+    for of, late in ((NonFiniteWatch, "record"), (Window, "_require_unsuspected")):  # which look one window late
+        monkeypatch.setattr(of, late, lambda *_: None)
     net = plain.make_two_heads()
     net.body = nn.Sequential(net.body, nn.BatchNorm1d(8).double())
     step = X.Step(

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from fleetx.comm.batch_norms import backward_in_units
 from fleetx.comm.overlap import Overlap
 from fleetx.comm.reducer import Reducer, ReducerSettings, require_dense
 from fleetx.comm.stragglers import OwnTime, Stragglers
+from fleetx.gradient_marks import GradientMarks
 from fleetx.names import label
 from fleetx.notices import tell_once
 from fleetx.numbers import LOW_PRECISION, Number, is_at_hand
@@ -77,6 +78,8 @@ class Window:
         self._is_new = True
         # How many workers held something, gave items=, and would have reduced something else.
         self._facts: list[HostValue] | None = None
+        # Whether gradients on a device were written in the middle of the window before this one.
+        self._suspicion: HostValue | None = None
         self._failure: BaseException | None = None
         self._own_time = OwnTime()
         self._stragglers: Stragglers | None = None
@@ -116,7 +119,7 @@ class Window:
                 tell()
         else:
             self._require_untouched()
-        self._marks = []
+        before, self._marks = self._marks, None
         self._names = names
         self.held += 1
         self.weight = self.weight + weight
@@ -134,7 +137,7 @@ class Window:
             self.fail(error)
             raise
         if not ends:
-            self._marks = [_mark(parameter) for parameter in self._members]
+            self._marks = GradientMarks(self._members, before)
 
     def merge(self, weighing: Weighing | None = None, leaving: bool = False) -> Merged:
         """The sums over micro-batches and workers. All workers must call it, also one that holds nothing.
@@ -144,8 +147,9 @@ class Window:
         """
         if self.held == 0:
             self._begin(weighing or Weighing())
-        elif self._marks:
+        elif self._marks is not None:
             self._require_untouched()
+        self._require_unsuspected()
         if world.size() == 1:
             stopping.note_alone()
             grads = [require_dense(p, p.grad) for p in self._members if p.grad is not None]
@@ -199,7 +203,8 @@ class Window:
         self.weighing = Weighing()
         self.losses: list[Tensor] = []
         self._members: list[Tensor] = []
-        self._marks: list[_Mark] = []
+        self._marks: GradientMarks | None = None
+        self._differ: Tensor | None = None
         self._names = ("loss",)
         self._has_left = False
         for tell in self.on_end if ends else ():
@@ -264,7 +269,7 @@ class Window:
         self.losses = [loss.clone().to(parameters[0].device) for loss in state["losses"]]
         for parameter, grad in zip(parameters, state["grads"], strict=True):
             parameter.grad = None if grad is None else grad.clone().to(parameter.device)
-        self._marks = [_mark(parameter) for parameter in self._members]
+        self._marks = GradientMarks(self._members)
 
     def _begin(self, weighing: Weighing) -> None:
         if self._failure is not None:
@@ -305,13 +310,22 @@ class Window:
                 f"parameters were frozen or freed while the window held {self.held} micro-batches. "
                 "Do so between windows: call flush() or discard() first."
             )
-        for parameter, mark in zip(self._members, self._marks, strict=True):
-            if not mark.fits(parameter):
-                raise RuntimeError(
-                    f"the gradient of {label(parameter)} was changed outside of the optimizer while its window held "
-                    f"{self.held} micro-batches: by a backward(), zero_grad() or clipping of your own. Let minimize() "
-                    "do all of it (clip_norm= clips); for other gradients use torch.autograd.grad, or flush() first."
-                )
+        assert self._marks is not None
+        touched = self._marks.replaced(self._members)
+        differ = self._marks.differ()
+        if touched is None and differ is True:
+            touched = self._marks.first_differing()
+        if touched is not None:
+            raise RuntimeError(_touched(label(touched), f"while its window held {self.held} micro-batches"))
+        if isinstance(differ, Tensor):
+            self._differ = differ if self._differ is None else self._differ | differ
+
+    def _require_unsuspected(self) -> None:
+        """Values on a device are compared there; the host asks one window later, so as not to wait."""
+        before, self._suspicion = self._suspicion, None if self._differ is None else HostValue(self._differ)
+        self._differ = None
+        if before is not None and before.get():
+            raise RuntimeError(_touched("a parameter", "in the window before, whose update was wrong"))
 
     @contextmanager
     def _reducing(self, leaving: bool = False) -> Generator[None]:
@@ -389,21 +403,12 @@ def _others_changed(sums: list[Tensor]) -> bool:
     return sums[_FACTS.index("changed")].item() > 0 and sums[_FACTS.index("holding")].item() == 0
 
 
-class _Mark(NamedTuple):
-    """A gradient and its version. The gradient itself: where it is freed, another may get its address and its id."""
-
-    grad: Tensor | None
-    version: int
-
-    def fits(self, parameter: Tensor) -> bool:
-        """Whether the gradient was neither replaced nor written since."""
-        grad = parameter.grad
-        return grad is self.grad and (grad is None or grad._version == self.version)
-
-
-def _mark(parameter: Tensor) -> _Mark:
-    grad = parameter.grad
-    return _Mark(grad, 0 if grad is None else grad._version)
+def _touched(whose: str, when: str) -> str:
+    return (
+        f"the gradient of {whose} was changed outside of the optimizer {when}: by a backward(), zero_grad() or "
+        "clipping of your own. Let minimize() do all of it (clip_norm= clips); for other gradients use "
+        "torch.autograd.grad, or flush() first."
+    )
 
 
 def _require_one_mind(holding: float, by_items: float, changed: float) -> None:

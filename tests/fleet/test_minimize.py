@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import fleetx as X
-from fleetx import LossScaler, NonFiniteError, fleet, gradients
+from fleetx import LossScaler, NonFiniteError, fleet, gradient_marks, gradients
 from tests import plain
 
 K = 4
@@ -485,6 +485,24 @@ def test_micro_batches_without_items_weigh_nothing(empty):
 # Errors ----------------------------------------------------------------------------------------------------
 
 
+def put_elsewhere(net, _optimizer):
+    net.head.weight.grad.data = net.head.weight.grad.data * 2
+
+
+def write_by_numpy(net, _optimizer):
+    values = net.head.weight.grad.numpy()
+    values[:, 3] *= 2
+
+
+UNCOUNTED = [
+    lambda net, optimizer: [p.grad.data.mul_(0.5) for p in net.head.parameters()],
+    lambda net, optimizer: net.first.weight.grad.data.clamp_(-1e-3, 1e-3),
+    lambda net, optimizer: net.norm.bias.grad.detach().data.add_(1),
+    write_by_numpy,
+    put_elsewhere,
+]
+
+
 @pytest.mark.parametrize(
     "meddle",
     [
@@ -492,14 +510,44 @@ def test_micro_batches_without_items_weigh_nothing(empty):
         lambda net, optimizer: net.zero_grad(),
         lambda net, optimizer: nn.utils.clip_grad_norm_(net.parameters(), 1e-3),
         lambda net, optimizer: optimizer.inner.zero_grad(),
+        *UNCOUNTED,
     ],
 )
-def test_meddling_with_gradients_in_mid_window_is_noticed(meddle):
+@pytest.mark.parametrize("end", ["minimize", "flush"])
+def test_meddling_with_gradients_in_mid_window_is_noticed(meddle, end):
     net, optimizer = prepare(plain.make_net())
-    optimizer.minimize(plain.mean_loss(net, data(1)[0]))
+    for micro in data(2):  # the second time the views of the first serve
+        optimizer.minimize(plain.mean_loss(net, micro))
     meddle(net, optimizer)
-    with pytest.raises(RuntimeError, match=r"was changed outside of the optimizer.*clip_norm=.*flush\(\)"):
-        optimizer.minimize(plain.mean_loss(net, data(1)[0]))
+    with pytest.raises(
+        RuntimeError, match=r"of (first|head|norm)\..*was changed outside of the.*clip_norm=.*flush\(\)"
+    ):
+        optimizer.minimize(plain.mean_loss(net, data(1)[0])) if end == "minimize" else optimizer.flush()
+
+
+@pytest.mark.parametrize("meddle", [meddle for meddle in UNCOUNTED if meddle is not put_elsewhere])
+def test_on_a_device_writes_that_torch_does_not_count_are_noticed_a_window_later(meddle, monkeypatch):
+    monkeypatch.setattr(gradient_marks, "is_at_hand", lambda _tensor: False)
+    net, optimizer = prepare(plain.make_net(), k_steps=2)
+    first, *others = data(3)
+    optimizer.minimize(plain.mean_loss(net, first))
+    meddle(net, optimizer)
+    for micro in others:
+        optimizer.minimize(plain.mean_loss(net, micro))
+    with pytest.raises(RuntimeError, match="of a parameter was changed outside of the optimizer in the window before"):
+        optimizer.minimize(plain.mean_loss(net, first))
+
+
+def test_gradients_that_are_read_nan_or_of_other_dtypes_are_not_taken_for_changed():
+    torch.manual_seed(0)
+    net = nn.Sequential(plain.Complex(), nn.Linear(3, 3).double(), nn.Linear(3, 1).float())
+    net.register_parameter("none", nn.Parameter(torch.ones(0)))
+    net, optimizer = prepare(net, k_steps=3)
+    for factor in (1.0, float("nan"), 1.0):
+        hidden = net[1](net[0](torch.ones(2, 6, dtype=torch.float64)))
+        out = optimizer.minimize(net[2](hidden.float()).sum() * factor + net.none.sum())
+        assert sum(float(p.grad.abs().sum().numpy()) for p in net.parameters()) != 0
+    assert out.skipped
 
 
 def scaled_step(optimizer):
