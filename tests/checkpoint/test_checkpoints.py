@@ -622,6 +622,59 @@ def test_a_window_that_is_taken_again_begins_with_what_was_loaded_before_it(tmp_
     assert after.model[1].running_mean.equal(torch.full((6,), 5.0))
 
 
+def test_a_window_that_is_taken_again_begins_with_what_was_written_before_its_batch_was_given(tmp_path):
+    """What a loop writes once it has the batch, it writes again."""
+
+    def train(parts, batches):
+        for number in range(batches):
+            if parts.optimizer.micro_batches_held == 0 and number:
+                parts.model[1].running_mean.fill_(5.0)  # estimated anew after each update, say
+            inputs, labels = next(iter(parts.loader))
+            parts.model[1].running_var.add_(1.0)  # as part of each batch
+            parts.optimizer.minimize(torch.nn.functional.cross_entropy(parts.model(inputs), labels))
+
+    parts = Parts(tmp_path, k_steps=2)
+    parts.checkpoints.resume()
+    train(parts, 5)
+    parts.checkpoints.save(5)
+    after = Parts(tmp_path, k_steps=1, seed=5)
+    assert after.checkpoints.resume().replayed == 1
+    assert after.model[1].running_mean.equal(torch.full((6,), 5.0))
+    inputs, _ = next(iter(after.loader))
+    after.model[1].running_var.add_(1.0)
+    with torch.no_grad():
+        after.model(inputs)
+    for name in ("running_mean", "running_var"):
+        assert getattr(after.model[1], name).equal(getattr(parts.model[1], name)), name
+
+
+def test_a_window_that_began_in_the_middle_of_a_batch_cannot_be_taken_again(tmp_path):
+    """Its batch served the window before, too, which would count twice."""
+
+    def train(parts, batches):
+        for _ in range(batches):
+            inputs, labels = next(iter(parts.loader))
+            for half in (slice(0, 1), slice(1, 2), slice(2, 4)):
+                parts.optimizer.minimize(
+                    torch.nn.functional.cross_entropy(parts.model[3](parts.model[0](inputs[half])), labels[half])
+                )
+
+    parts = Parts(tmp_path, k_steps=2)
+    parts.checkpoints.resume()
+    train(parts, 1)
+    parts.checkpoints.save(1)
+    with pytest.raises(ValueError, match="a window of 1 micro-batches was in progress.*loaders that can go back"):
+        Parts(tmp_path, k_steps=3).checkpoints.resume()
+    again = Parts(tmp_path, k_steps=2, seed=5)
+    again.checkpoints.resume()
+    train(again, 1)
+    whole = Parts(k_steps=2)
+    train(whole, 2)
+    assert same(again.weights(), whole.weights())
+    again.checkpoints.save(2)
+    assert Parts(tmp_path, k_steps=3).checkpoints.resume().replayed == 0
+
+
 def test_a_window_with_a_large_buffer_that_was_seen_to_change_goes_on(tmp_path, monkeypatch):
     def count(module, _inputs, _output):
         module.queue += 1

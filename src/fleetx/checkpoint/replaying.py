@@ -1,7 +1,8 @@
 """Where the window in progress began, so that another number of workers can begin it anew.
 
 Its gradients belong to the workers that computed them. Others take the batches again from the window's first one, with
-the buffers (running statistics) as they were before it: nothing is lost, and nothing counts twice.
+the buffers (running statistics) as they were when the loader gave it: what the loop wrote to them before that is not
+lost, and what it writes afterwards it writes again.
 """
 
 from collections.abc import Mapping
@@ -18,7 +19,8 @@ Buffers = dict[str, Tensor]
 class WindowStart:
     """Watches the window of one optimizer.
 
-    Only loaders that know which batch they gave last (`last_batch`, as `fleetx.data.Loader`) can go back to it.
+    Only loaders that know which batch they gave last (`last_batch`) and announce each (`on_batch`), as
+    `fleetx.data.Loader` does, can go back to it.
     """
 
     def __init__(
@@ -28,15 +30,19 @@ class WindowStart:
         loaders: Mapping[str, Any],
     ) -> None:
         self._window = optimizer.engine.window
-        self._loaders = {name: loader for name, loader in loaders.items() if hasattr(loader, "last_batch")}
+        self._loaders = {name: loader for name, loader in loaders.items() if hasattr(loader, "on_batch")}
         self._places = _buffer_places(models)
         # Where each batch is a window there is nothing to replay.
         self._keeps_buffers = optimizer.engine.k_steps > 1
+        # Whether a batch was given since the last window ended; one given before this was built may be such.
+        self._has_batch = True
         self._batches: dict[str, Any] = {}
         self._buffers: Buffers = {}
-        self.note_end()
+        self._note_buffers()
         self._window.on_begin.append(self._note_begin)
-        optimizer.engine.buffers.on_end.append(self.note_end)
+        self._window.on_end.append(self._note_end)
+        for loader in self._loaders.values():
+            loader.on_batch.append(self._note_batch)
 
     def state(self) -> dict[str, Any] | None:
         """The loaders' positions and the models' buffers at the start of the window; None if none is in progress."""
@@ -60,13 +66,26 @@ class WindowStart:
     def begin_anew(self, buffers: Buffers) -> None:
         """Give the models what they had when the window began."""
         _copy(buffers, into=self._live())
-        self.note_end()
+
+    def note_loaded(self) -> None:
+        """A run was resumed: what a window begins with is noted with its first batch."""
+        self._note_buffers()
+        self._note_end()
+
+    def _note_end(self) -> None:
+        self._has_batch = False
+
+    def _note_batch(self) -> None:
+        if not self._window.held:
+            self._has_batch = True
+            self._note_buffers()
 
     def _note_begin(self) -> None:
-        self._batches = {name: loader.last_batch for name, loader in self._loaders.items()}
+        # A window that begins within the batch of the last one has no batch to go back to.
+        known = self._loaders.items() if self._has_batch else ()
+        self._batches = {name: loader.last_batch for name, loader in known}
 
-    def note_end(self) -> None:
-        """A window is over, or buffers were loaded after it: remember the buffers as they are."""
+    def _note_buffers(self) -> None:
         if not self._keeps_buffers:
             return
         live = self._live()

@@ -203,7 +203,7 @@ def put_back(run: Run, pieces: Pieces) -> None:
     for name, optimizer in run.optimizers.items():
         optimizer.load_state_dict(pieces.optimizers[name])
     if run.start is not None:
-        run.start.note_end()
+        run.start.note_loaded()
         if pieces.buffers is not None:
             run.start.begin_anew(pieces.buffers)
         if pieces.start is not None:

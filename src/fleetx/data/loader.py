@@ -88,6 +88,8 @@ class Loader:
         self.timeout = timeout
         self.start_method = start_method
         self.skipped: Counter[str] = Counter(getattr(dataset, "skipped", {}))
+        # Called before a batch is handed over: a checkpoint notes what the model was then.
+        self.on_batch: list[Callable[[], None]] = []
         self._reader = BatchReader(dataset, collate, plan.seed, on_error)
         self._epoch = 0
         self._given = 0
@@ -186,7 +188,10 @@ class Loader:
                     "a loader has one position, and a newer iteration (or set_epoch, load_state_dict) has moved it: "
                     "go on with that one, or build a loader of its own for each loop."
                 )
-            yield self._next_batch()
+            batch = self._next_batch()
+            for tell in self.on_batch:
+                tell()
+            yield batch
 
     def _next_batch(self) -> Any:
         reply = self._next_reply()
