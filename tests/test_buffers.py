@@ -144,6 +144,21 @@ def test_what_is_loaded_before_a_forward_that_cannot_be_seen_stays(build):
     assert_same(state(model), before)
 
 
+def test_a_state_dict_is_kept_module_by_module(build, monkeypatch):
+    model, optimizer = build()
+    watch, keep, calls = optimizer.engine.buffers, buffers.WindowBuffers.keep, []
+    monkeypatch.setattr(buffers.WindowBuffers, "keep", lambda self: (calls.append(1), keep(self)))
+    for forwards in (0, 2):
+        for _ in range(forwards):
+            model(torch.eye(3))
+        calls.clear()
+        model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+        assert len(calls) <= bool(forwards)
+        kept = watch.state_dict()
+        for name, buffer in watch.live().items():
+            assert name.endswith(".mean") or kept[name].equal(buffer), name
+
+
 def test_weights_loaded_last_do_not_hide_where_a_resumed_window_began(build):
     model, optimizer = build()
     before = state(model)

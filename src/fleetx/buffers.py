@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,10 +52,10 @@ class WindowBuffers:
         # Of large buffers: what was seen of each, and those that have changed.
         self._seen: dict[tuple[int, str], tuple[weakref.ref[Tensor], int]] = {}
         self._changing: set[tuple[int, str]] = set()
+        # The kept buffers of each module, once one was loaded: views, by the module's id and the buffer's name.
+        self._pieces: dict[int, dict[str, Tensor]] | None = None
         self._is_between = True
         self._is_held = False
-        # Called when a window is over, and when buffers were loaded after that: a checkpoint keeps its own.
-        self.on_end: list[Callable[[], None]] = []
         self.watch(models)
 
     def __reduce__(self) -> Any:
@@ -83,17 +83,19 @@ class WindowBuffers:
         """The window holds a micro-batch: forwards from here on belong to it."""
         self._is_between, self._is_held = False, True
 
-    def note_loaded(self) -> None:
-        """Buffers were loaded: what ran before that belongs to no window, unless one holds micro-batches already."""
-        if not self._is_held:
+    def note_loaded(self, module: nn.Module) -> None:
+        """Its buffers were loaded: what ran before that belongs to no window, unless one holds micro-batches."""
+        if self._is_held:
+            return
+        if not self._is_between:
             self.end()
+        elif not self._keep_those_of(module):
+            self.keep()
 
     def end(self) -> None:
         """The window is over, and what had to be put back has been."""
         self.keep()
         self._is_between, self._is_held = True, False
-        for tell in self.on_end:
-            tell()
 
     def state_dict(self, copy: bool = True) -> dict[str, Tensor]:
         """The buffers as they were when the window in progress began, by name."""
@@ -112,12 +114,30 @@ class WindowBuffers:
             live = self.live()
             known = [place for place in self._places() if place.name in saved and place.name in live]
             self._kept = _grouped([(place, saved[place.name].to(live[place.name])) for place in known])
+            self._pieces = None
 
     @torch.no_grad()
     def keep(self) -> None:
         """Remember the buffers as they are."""
         found = [(place, buffer) for place in self._places() if (buffer := place.buffer) is not None]
         self._kept = _grouped([pair for pair in found if _can_be_written(pair[1]) and self._is_kept(pair[0])])
+        self._pieces = None
+
+    @torch.no_grad()
+    def _keep_those_of(self, module: nn.Module) -> bool:
+        """Remember one module's buffers; false if they are not all kept. A state dict is loaded module by module."""
+        if self._pieces is None:
+            self._pieces = {}
+            for kept in self._kept:
+                for place, piece in zip(kept.places, kept.pieces(), strict=True):
+                    self._pieces.setdefault(id(place.module), {})[place.leaf] = piece
+        pieces = self._pieces.get(id(module), {})
+        live = {leaf: local(buffer) for leaf, buffer in module._buffers.items() if buffer is not None}
+        if any(leaf not in pieces or not _fits(buffer, pieces[leaf]) for leaf, buffer in live.items()):
+            return False
+        for leaf, buffer in live.items():
+            pieces[leaf].copy_(buffer)
+        return True
 
     @torch.no_grad()
     def restore(self, unless: Tensor | None = None) -> None:
@@ -184,10 +204,10 @@ class _Loading:
     def __reduce__(self) -> Any:
         return _Loading, ()
 
-    def __call__(self, _module: nn.Module, _incompatible_keys: Any) -> None:
+    def __call__(self, module: nn.Module, _incompatible_keys: Any) -> None:
         buffers = None if self._buffers is None else self._buffers()
         if buffers is not None:
-            buffers.note_loaded()
+            buffers.note_loaded(module)
 
 
 def _can_be_written(buffer: Tensor) -> bool:
@@ -195,6 +215,10 @@ def _can_be_written(buffer: Tensor) -> bool:
     if buffer.layout != torch.strided or buffer.is_meta:
         return False
     return not any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
+
+
+def _fits(buffer: Tensor, piece: Tensor) -> bool:
+    return buffer.shape == piece.shape and _alike(buffer, piece)
 
 
 def _grouped(pairs: Sequence[tuple[_Place, Tensor]]) -> list[_Kept]:
