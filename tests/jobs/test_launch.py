@@ -452,7 +452,7 @@ for number in range(10**6 if attempt == "0" else 3):
     time.sleep(0.01)
     if fleet.stop_requested():
         print("saves and leaves")
-        break
+        fleet.leave()
 """
 
 
@@ -502,7 +502,7 @@ ASKS = """
         is_here()
     if number and fleet.stop_requested():
         print("saves and leaves")
-        break
+        fleet.leave()
 """
 # After so many windows it is taken to be a script that never asks.
 NEVER_ASKS = "if number == 2 * SILENT_WINDOWS: is_here()"

@@ -7,13 +7,21 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from fleetx.comm import beats
 
 Result = TypeVar("Result")
 # Seconds. A program that failed must end, since others wait for that; and a draft does no harm.
 _PATIENCE = 3.0
+_started: set["Background[Any]"] = set()
+"""Those whose end nobody has waited for: `fleet.leave` waits for them, whoever has them."""
+
+
+def wait_for_all() -> None:
+    """Wait for all saves that this process has started; errors are logged, as at the end of the program."""
+    for background in list(_started):
+        background.end()
 
 
 class Background(Generic[Result]):
@@ -32,6 +40,7 @@ class Background(Generic[Result]):
         """Begin a task; the one before must have been waited for."""
         assert self._thread is None
         atexit.register(self.end)  # until somebody waits, whoever forgets the checkpoints: errors must be told
+        _started.add(self)
 
         def run() -> None:
             try:
@@ -50,6 +59,7 @@ class Background(Generic[Result]):
             self._join()
         self._thread = None
         atexit.unregister(self.end)
+        _started.discard(self)
         error, result = self._error, self._result
         self._error = self._result = None
         if error is not None:

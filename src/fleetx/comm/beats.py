@@ -91,6 +91,9 @@ class _Beats:
             self._page = mmap.mmap(file.fileno(), 0)
         self._place = int(slot) * _SLOT.size
 
+    def has_launcher(self) -> bool:
+        return self._page is not None
+
     def beat(self) -> None:
         if self._page is not None:
             self._count += 1
@@ -131,6 +134,7 @@ class _Beats:
 
 
 _beats = _Beats()
+has_launcher = _beats.has_launcher
 beat = _beats.beat
 expect = _beats.expect
 note_signal = _beats.note_signal

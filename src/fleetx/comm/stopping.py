@@ -97,6 +97,11 @@ def _handle_signals() -> None:
             signal.signal(number, _on_signal)
 
 
+def exit_code() -> int:
+    """Of a process that a signal has ended: a scheduler starts it again. It is that of SIGTERM if nobody sent one."""
+    return 128 + (_state.signal or signal.SIGTERM)
+
+
 def window_begins() -> None:
     """A window gets its first micro-batch: by now the script may have shown whether it asks."""
     if _state.asked or _state.windows > SILENT_WINDOWS:

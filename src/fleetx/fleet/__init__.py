@@ -8,7 +8,7 @@ from fleetx.fleet.job import (
     worker_index,
     worker_num,
 )
-from fleetx.fleet.leaving import alive, evenly, request_stop, stop_requested
+from fleetx.fleet.leaving import alive, evenly, leave, request_stop, stop_requested
 from fleetx.fleet.model import distributed_model
 from fleetx.fleet.optimizer import DistributedOptimizer, distributed_optimizer
 from fleetx.strategy import BuildStrategy, DistributedStrategy, ExecutionStrategy
@@ -25,6 +25,7 @@ __all__ = [
     "evenly",
     "init",
     "is_first_worker",
+    "leave",
     "request_stop",
     "shutdown",
     "stop_requested",
