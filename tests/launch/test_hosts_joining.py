@@ -8,12 +8,13 @@ import threading
 import pytest
 
 from fleetx.comm.beats import Beat
+from fleetx.diagnosis.ending import Ending
+from fleetx.diagnosis.stacks import Stack
 from fleetx.launch import gathering as module
 from fleetx.launch import joining, remote
 from fleetx.launch import run as launching
 from fleetx.launch.channel import Channel, ChannelClosedError
 from fleetx.launch.crew import Attempt, CrewSettings
-from fleetx.launch.ending import Ending
 from fleetx.launch.gathering import Gathering, versions
 from fleetx.launch.job import Job, JobSettings
 from fleetx.launch.joining import Membership, join
@@ -22,7 +23,6 @@ from fleetx.launch.options import parse
 from fleetx.launch.roster import Roster
 from fleetx.launch.say import LaunchError
 from fleetx.launch.secret import VARIABLE, read_secret
-from fleetx.launch.stacks import Stack
 from fleetx.launch.stopping import Stopping
 from tests.waiting import GUARD, wait_for
 

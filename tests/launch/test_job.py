@@ -1,7 +1,7 @@
 import pytest
 
 from fleetx.comm.beats import Beat, BeatReader, Manner, Wait, _Beats
-from fleetx.launch.ending import Ending, root_cause
+from fleetx.diagnosis.ending import Ending, root_cause
 from fleetx.launch.job import _may_ask_yet, ended_by_force, explain
 
 

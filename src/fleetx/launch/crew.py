@@ -19,8 +19,9 @@ from fleetx import boxes
 from fleetx.comm import beats
 from fleetx.comm.beats import Beat
 from fleetx.cores import cores
+from fleetx.diagnosis.ending import Ending
+from fleetx.diagnosis.stacks import Stack, is_stopped, read_stack
 from fleetx.launch import hatch, worker
-from fleetx.launch.ending import Ending
 from fleetx.launch.logs import Relay, WorkerLog
 from fleetx.launch.nursery import MOST_BYTES, Orders
 from fleetx.launch.oom import OutOfMemory
@@ -29,7 +30,6 @@ from fleetx.launch.parting import adopt_orphans, children_at_a_glance, end_child
 from fleetx.launch.readable import readable
 from fleetx.launch.say import LaunchError, say, show
 from fleetx.launch.secret import VARIABLE
-from fleetx.launch.stacks import Stack, is_stopped, read_stack
 
 CONSOLE_NAME = "[worker 0] "
 # Seconds that the nursery has to end all workers; if it cannot, the kernel does when it is killed.

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fleetx.comm.beats import Beat, Manner
+from fleetx.diagnosis.ending import Ending, root_cause, signal_name
+from fleetx.diagnosis.progress import Progress, culprits, misses_the_start, stuck_ending
 from fleetx.launch.crew import Attempt
-from fleetx.launch.ending import Ending, root_cause, signal_name
-from fleetx.launch.progress import Progress, culprits, misses_the_start, stuck_ending
 from fleetx.launch.roster import Roster
 from fleetx.launch.say import LaunchError, full_stop, named, say, show
 from fleetx.launch.stopping import Stopping

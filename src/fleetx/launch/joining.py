@@ -6,9 +6,9 @@ import time
 from dataclasses import asdict, replace
 from typing import Any
 
+from fleetx.diagnosis.ending import signal_name
 from fleetx.launch.channel import Channel, ChannelClosedError
 from fleetx.launch.crew import Attempt, Crew, CrewSettings
-from fleetx.launch.ending import signal_name
 from fleetx.launch.gathering import versions
 from fleetx.launch.messages import Joined, understood
 from fleetx.launch.network import interface_of

@@ -5,11 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 from fleetx.comm.beats import Beat
+from fleetx.diagnosis.ending import LOST, Ending
+from fleetx.diagnosis.stacks import Stack
 from fleetx.launch.channel import Channel, ChannelClosedError
 from fleetx.launch.crew import Attempt, CrewSettings
-from fleetx.launch.ending import LOST, Ending
 from fleetx.launch.messages import Joined, OddMessageError, understood
-from fleetx.launch.stacks import Stack
 from fleetx.launch.stopping import STOPPING
 
 # Machines that have joined send word every second; one that is silent for so long is lost.

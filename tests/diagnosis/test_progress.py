@@ -3,8 +3,8 @@ import time
 import torch.distributed as dist
 
 from fleetx.comm.beats import Beat, Wait
-from fleetx.launch.progress import Progress, Stall, culprits, misses_the_start, stuck_ending
-from fleetx.launch.stacks import Stack, main_thread, read_stack
+from fleetx.diagnosis.progress import Progress, Stall, culprits, misses_the_start, stuck_ending
+from fleetx.diagnosis.stacks import Stack, main_thread, read_stack
 from tests.waiting import GUARD
 
 SENDING = Stack(['File "/x/torch/distributed/distributed_c10d.py", line 1 in all_reduce'], in_message=True)

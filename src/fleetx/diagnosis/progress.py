@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from fleetx.comm.beats import Beat, Wait
-from fleetx.launch.ending import STUCK, Ending
-from fleetx.launch.stacks import Stack
+from fleetx.diagnosis.ending import STUCK, Ending
+from fleetx.diagnosis.stacks import Stack
 
 
 class Stall(NamedTuple):

@@ -2,7 +2,7 @@ import signal
 
 import pytest
 
-from fleetx.launch.ending import LOST, STUCK, Ending, root_cause
+from fleetx.diagnosis.ending import LOST, STUCK, Ending, root_cause
 
 GLOO = "[../third_party/gloo/pair.cc:534] Connection closed by peer [127.0.0.1]:29500"
 
