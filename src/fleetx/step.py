@@ -5,8 +5,9 @@ window closes it; `Step(batch)` cuts a whole batch, adds all of its micro-batche
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ from fleetx.optim.scaling import refuse_scaled_loss
 from fleetx.outcome import HostValue, Outcome, Stopwatch
 from fleetx.update import Updater
 from fleetx.window import Merged, Weighing, Window
+
+if TYPE_CHECKING:
+    from fleetx.convergence import NoiseScale
 
 NO_GRADIENT = (
     "the loss depends on no trainable parameter: it was computed under no_grad, detached, or everything is frozen. "
@@ -51,8 +55,11 @@ class TrainingStep:
     watch: NonFiniteWatch
     guard: ParameterGuard | None = None
     buffers: WindowBuffers = field(default_factory=WindowBuffers)
+    noise: "NoiseScale | None" = None
 
     def __post_init__(self) -> None:
+        if self.noise is not None:
+            self.window.on_end.append(self.noise.discard)
         self.window.on_begin.append(self.buffers.note_begin)
         self.window.on_end.append(self.buffers.end)
         self.stopwatch = Stopwatch()
@@ -112,7 +119,7 @@ class TrainingStep:
         if len(losses) > 1:  # whether it is trained may differ: a task that a micro-batch lacks may be a constant there
             reported += [loss.value.new_full((), loss.trained) for loss in losses]
         muting = muted(values, [loss.count for loss in trained], self.updater.parameters())
-        with muting, outside_autocast(objective.device):
+        with muting, outside_autocast(objective.device), self._measuring(weighing, trained):
             self.window.add(
                 objective,
                 losses=reported,
@@ -123,6 +130,13 @@ class TrainingStep:
                 names=names,
                 items=sum((loss.count for loss in losses[1:]), start=losses[0].count),
             )
+
+    def _measuring(self, weighing: Weighing, trained: Sequence[Weighed]) -> AbstractContextManager[None]:
+        """Around a backward: its gradients are compared with those of the whole window."""
+        if self.noise is None or not trained:
+            return nullcontext()
+        unit = weighing.unit if weighing.kind == "items" and world.size() > 1 else 1.0
+        return self.noise.part(self.updater.parameters(), trained[0].count, unit)
 
     @torch.no_grad()
     def close(
@@ -165,6 +179,8 @@ class TrainingStep:
             trained = _trained(losses, flags)
             usable = trained.isfinite().all()
             finite = norm.isfinite() & usable
+            if self.noise is not None and merged.late is not None:
+                self.noise.close(merged.late, divisor, finite)
             gradients.divide_and_clip_(merged.grads, divisor, norm, self.clip_norm)
             lr = self.updater.lr
             with outside_autocast(self.updater.device):

@@ -58,6 +58,8 @@ class Merged:
     holding: Number = 1
     leaving: Number = 0
     overlap: Overlap | None = None
+    # The sums of what travelled with the gradients beside these.
+    late: Tensor | None = None
 
 
 class Window:
@@ -68,11 +70,14 @@ class Window:
         parameters: Callable[[], list[Tensor]],
         settings: ReducerSettings | None = None,
         terms: Callable[[], list[str]] = list,
+        late: Callable[[], Tensor | None] = lambda: None,
     ) -> None:
         self._parameters = parameters
         self._settings = settings or ReducerSettings()
         # What else all workers must agree on, in words: asked for when they compare what they reduce.
         self._terms = terms
+        # Numbers that are summed with the gradients, and complete when the last of these has arrived.
+        self._late = late
         self._reduced_names: tuple[str, ...] = ()
         self._reducer: Reducer | None = None
         self._is_new = True
@@ -153,7 +158,8 @@ class Window:
         if world.size() == 1:
             stopping.note_alone()
             grads = [require_dense(p, p.grad) for p in self._members if p.grad is not None]
-            return Merged(grads, self._divisor(self.weight), self.losses, self._names, int(self.held > 0), int(leaving))
+            divisor, holding = self._divisor(self.weight), int(self.held > 0)
+            return Merged(grads, divisor, self.losses, self._names, holding, int(leaving), late=self._late())
         sums = self._summed(leaving)
         if self.held == 0 and _others_changed(sums):
             self._reducer = None
@@ -170,7 +176,9 @@ class Window:
         # Workers that have nothing left meet once more, to learn that all are done.
         self.reductions += 1 if self.held or holding.item() > 0 else 0
         names = self._reduced_names
-        return Merged(reducer.payloads, self._divisor(weight), losses, names, holding, left, reducer.overlap)
+        return Merged(
+            reducer.payloads, self._divisor(weight), losses, names, holding, left, reducer.overlap, reducer.late_sums
+        )
 
     def _summed(self, leaving: bool) -> list[Tensor]:
         """What all workers gave beside their gradients, as sums."""
@@ -337,7 +345,7 @@ class Window:
         by_items = self.held > 0 and self.weighing.kind == "items"
         facts = (self.held > 0, by_items, leaving, stopping.is_wanted(), False)
         extras = [self.weight, *map(float, facts), *(loss * prescale for loss in losses)]
-        with reducer.overlapping(extras, prescale, self._own_time.latest()):
+        with reducer.overlapping(extras, prescale, self._own_time.latest(), self._late):
             yield
         self._has_left = True
         if self.held:
@@ -373,7 +381,7 @@ class Window:
         terms = [*self._terms(), f"{self._settings}", f"losses {', '.join(names)}", f"numbers {count}"]
         self._is_new = True
         require_agreement([*terms, *shapes], device, "what a window reduces")
-        self._reducer = Reducer(self._members, len(_FACTS) + count, self._settings, own=2)
+        self._reducer = Reducer(self._members, len(_FACTS) + count, self._settings, own=2, late=self._late_count())
         self._stragglers = Stragglers(sharing.host_names(device))
         self._reduced_names = names
         tell_once("fused", str(self._reducer))
@@ -382,7 +390,11 @@ class Window:
     def _fits(self, reducer: Reducer) -> bool:
         # A worker that holds nothing takes any losses.
         losses_fit = (self._names, len(self.losses)) == (self._reduced_names, reducer.extras - len(_FACTS))
-        return (losses_fit or not self.held) and reducer.fits(self._members)
+        return (losses_fit or not self.held) and reducer.late == self._late_count() and reducer.fits(self._members)
+
+    def _late_count(self) -> int:
+        numbers = self._late()
+        return 0 if numbers is None else len(numbers)
 
     def _names_held(self, device: torch.device) -> tuple[tuple[str, ...], int]:
         """What the losses are called, and how many numbers they are; who holds none hears it from one who does."""

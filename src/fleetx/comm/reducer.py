@@ -7,7 +7,7 @@ exactly as in a plain run.
 """
 
 import operator
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -52,24 +52,29 @@ class _Bucket:
 class Reducer:
     """Sums the gradients of `parameters`, and `extras` numbers beside them, over all workers.
 
-    Each worker also tells `own` numbers of itself, which arrive one by one.
+    Each worker also tells `own` numbers of itself, which arrive one by one. Of `late` more numbers the sums are known
+    too; they are asked for when the last gradient of the backward has arrived.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], extras: int, settings: ReducerSettings, own: int = 0) -> None:
+    def __init__(
+        self, parameters: Sequence[Tensor], extras: int, settings: ReducerSettings, own: int = 0, late: int = 0
+    ) -> None:
         self.parameters = list(parameters)
         self.extras = extras
         self.settings = settings
         # When the messages of the window at hand were under way.
         self.overlap: Overlap | None = None
         self._own = own
+        self.late = late
+        self._late_numbers: Callable[[], Tensor | None] = lambda: None
         self._workers = dist.get_world_size()
         self.messages = 0
         self._views: list[Tensor] = [torch.empty(0)] * len(self.parameters)
         self._buckets = self._build()
         self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.indices}
         self._tail = self._buckets[-1].buffer[self._buckets[-1].payload.numel() :]
-        self._flags = self._tail[extras + own * self._workers :]
-        self.of_workers = self._tail[extras : extras + own * self._workers].view(own, self._workers)
+        tail = self._tail.split([extras, own * self._workers, late, len(self.parameters)])
+        self.of_workers, self.late_sums, self._flags = tail[1].view(own, self._workers), *tail[2:]
         self._next = 0
         self._pipeline = Pipeline()
         self._prescale: float | Tensor = 1.0
@@ -113,12 +118,14 @@ class Reducer:
         extras: Sequence[Tensor | float],
         prescale: float | Tensor = 1.0,
         own: Sequence[Tensor | float] = (),
+        late: Callable[[], Tensor | None] = lambda: None,
     ) -> Generator[None]:
         """Around the backward that ends a window: each bucket leaves as soon as it is complete.
 
         The hooks live only here, so any other backward, of ours or of the user's, is left alone.
         """
         self._open(extras, prescale, own)
+        self._late_numbers = late
         hooks = [
             parameter.register_post_accumulate_grad_hook(self._arrival(index))
             for index, parameter in enumerate(self.parameters)
@@ -180,7 +187,7 @@ class Reducer:
         limit = int(self.settings.bucket_mib * MIB) if self.settings.fuse else 0
         last_limit = int(self.settings.last_bucket_mib * MIB) if self.settings.fuse else 0
         groups = lay_out(sizes, kinds, limit=limit, last_limit=last_limit)
-        tail = self.extras + self._own * self._workers + len(self.parameters)
+        tail = self.extras + self._own * self._workers + self.late + len(self.parameters)
         # A compressed message would spoil the counts, so then they travel in a small one of their own.
         separate_tail = self.settings.wire_dtype is not None
         buckets = []
@@ -258,6 +265,8 @@ class Reducer:
         self.parameters[index].grad = self._views[index]
 
     def _send(self, bucket: _Bucket) -> None:
+        if bucket is self._buckets[-1] and (numbers := self._late_numbers()) is not None:
+            self.late_sums.copy_(numbers)
         if not (isinstance(self._prescale, float) and self._prescale == 1.0):
             bucket.payload.mul_(self._prescale)
         numbers = bucket.buffer

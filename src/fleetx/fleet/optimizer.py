@@ -33,6 +33,7 @@ from fleetx.update import Updater, described
 from fleetx.window import Window
 
 if TYPE_CHECKING:
+    from fleetx.convergence import NoiseScale
     from fleetx.fleet.planning import Planning
     from fleetx.planner import Plan
 
@@ -45,13 +46,15 @@ def distributed_optimizer(
     clip_norm: float | None = None,
     nonfinite_limit: int = 10,
     compare_every: int = 100,
+    noise_scale: "NoiseScale | None" = None,
 ) -> "DistributedOptimizer":
     """Wrap a torch optimizer as the strategy says.
 
     `lars` and `lamb` replace it and share its groups, so that schedulers made for it keep working. `scheduler` is
     stepped once per window. `clip_norm` limits the norm of all gradients together. After `nonfinite_limit` windows
     in a row without a finite loss or gradient the run stops with an error. After every `compare_every` windows the
-    workers make sure that they hold the same weights; 0 leaves that out.
+    workers make sure that they hold the same weights; 0 leaves that out. `noise_scale` measures how large a batch is
+    worth having: see `fleetx.convergence`.
     """
     return DistributedOptimizer(
         optimizer,
@@ -60,6 +63,7 @@ def distributed_optimizer(
         clip_norm=clip_norm,
         nonfinite_limit=nonfinite_limit,
         compare_every=compare_every,
+        noise_scale=noise_scale,
     )
 
 
@@ -75,6 +79,7 @@ class DistributedOptimizer(Optimizer):
         clip_norm: float | None = None,
         nonfinite_limit: int = 10,
         compare_every: int = 100,
+        noise_scale: "NoiseScale | None" = None,
     ) -> None:
         # Optimizer.__init__ is not called: groups and state are those of the wrapped one. Everything is checked before
         # anything is changed, so that a call that failed can be repeated.
@@ -91,7 +96,7 @@ class DistributedOptimizer(Optimizer):
         guard = ParameterGuard(compare_every)
         self.strategy = strategy
         self.inner = _replacement(optimizer, strategy)
-        self.engine = _engine(self.inner, strategy, scheduler, clip_norm, watch, guard)
+        self.engine = _engine(self.inner, strategy, scheduler, clip_norm, watch, guard, noise_scale)
         guard.watch(self.engine.updater.parameters)
         if strategy.compile:
             self.engine.updater.compile()
@@ -337,6 +342,7 @@ def _engine(
     clip_norm: float | None,
     watch: NonFiniteWatch,
     guard: ParameterGuard,
+    noise: "NoiseScale | None",
 ) -> TrainingStep:
     updater = Updater(inner, scheduler)
     merge = strategy.gradient_merge_configs
@@ -344,9 +350,15 @@ def _engine(
     average = merge.avg or not strategy.gradient_merge
     scaler = _scaler(strategy)
     checks_made = f"nonfinite_limit {watch.limit}, compare_every {guard.every}"
-    settings = f"k_steps {k_steps}, avg {average}, clip_norm {clip_norm}, {checks_made}"
+    measured = "no noise scale" if noise is None else f"noise scale every {noise.every}"
+    settings = f"k_steps {k_steps}, avg {average}, clip_norm {clip_norm}, {checks_made}, {measured}"
     return TrainingStep(
-        window=Window(updater.parameters, _reducer_settings(strategy), partial(_terms, settings, updater, scaler)),
+        window=Window(
+            updater.parameters,
+            _reducer_settings(strategy),
+            partial(_terms, settings, updater, scaler),
+            late=lambda: None if noise is None else noise.numbers(updater.parameters()),
+        ),
         updater=updater,
         k_steps=k_steps,
         average=average,
@@ -355,6 +367,7 @@ def _engine(
         watch=watch,
         guard=guard,
         buffers=WindowBuffers(models_of(updater.parameters())),
+        noise=noise,
     )
 
 
