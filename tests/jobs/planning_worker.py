@@ -14,9 +14,16 @@ from tests.fleet.planned import RunsOut, batches, prepared, state, strategy
 from tests.planner.work_clock import WorkClock
 
 
+# What a worker that has to repeat its step must not confuse.
+SENDING = {
+    "forward": {"nccl_comm_num": 3},
+    "backward": {"nccl_comm_num": 3, "fuse_all_reduce_ops": False},
+}
+
+
 def trained(where):
     """Losses, weights, buffers, counts and random state, and the plans before and after."""
-    made = strategy({"oom_retry": where is not None} if where != "plain" else None)
+    made = strategy({"oom_retry": where is not None} if where != "plain" else None, **SENDING.get(where, {}))
     model, optimizer = prepared(made, seed=fleet.worker_index())
     step = X.Step(model, optimizer, nn.functional.mse_loss)
     torch.manual_seed(3 + fleet.worker_index())
