@@ -13,7 +13,6 @@ from fleetx import fleet
 from tests.fleet.planned import RunsOut, batches, prepared, state, strategy
 from tests.planner.work_clock import WorkClock
 
-
 # What a worker that has to repeat its step must not confuse.
 SENDING = {
     "forward": {"nccl_comm_num": 3},
