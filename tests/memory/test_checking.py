@@ -283,6 +283,29 @@ def test_a_repetition_that_stops_early_is_not_caught_by_the_model():
     assert Careful.caught == 0
 
 
+@pytest.mark.parametrize("always_call", [False, True])
+@pytest.mark.parametrize("hooked", ["0", "0.first", "1.second"])
+def test_a_repetition_does_not_stop_before_hooks_that_undo_what_others_did(hooked, always_call):
+    """Low precision and quantisation exchange weights while a module runs."""
+
+    def train(cuts):
+        torch.manual_seed(0)
+        model = nn.Sequential(Careful(), Careful(), nn.Linear(4, 1)).double()
+        module, inside = model.get_submodule(hooked), []
+        module.register_forward_pre_hook(lambda *_: inside.append(1))
+        module.register_forward_hook(lambda *_: inside.clear(), always_call=always_call)
+        if cuts:
+            memory.apply(model, cuts)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(4):
+            model(torch.ones(2, 4).double()).sum().backward()
+            assert not inside
+            sgd.step()
+        return list(model.parameters())
+
+    assert all(map(torch.equal, train(["0", "1"]), train([])))
+
+
 class Leaky(nn.Module):
     """What torch saves for these is in part memory that nobody wrote to."""
 

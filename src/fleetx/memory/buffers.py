@@ -216,6 +216,12 @@ def modules_of(module: nn.Module) -> list[nn.Module]:
     return list(found)
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """Whether hooks of others are called after it, or after a module in it."""
+    hooks = (hook for part in modules_of(module) for hook in part._forward_hooks.values())
+    return any(not getattr(hook, "is_of_plan", False) for hook in hooks)
+
+
 def tensors_of(modules: Iterable[nn.Module], *kinds: str) -> list[Tensor]:
     """Parameters or buffers of these modules; those that are shared may be there several times."""
     held = (getattr(one, kind).values() for kind in kinds for one in modules)

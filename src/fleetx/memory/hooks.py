@@ -19,6 +19,7 @@ from fleetx.memory.underway import active_run, calls_of, end_stale
 class Hook:
     """A hook of ours, into which the compiler must not look, should somebody compile the model."""
 
+    is_of_plan = True
     act: Callable[..., None]  # what the hook does
     _shielded: Callable[..., None] | None = None
 

@@ -93,6 +93,7 @@ class Frame:
         self.kept: dict[int, Any] = {}  # the memory of parameters and buffers, by where it is
         self.within: Any = threading.local()  # of each thread: in how many dear modules it is
         self.stops_early = False  # whether it may be left in the middle, when everything was saved again
+        self.is_hooked = False  # whether a hook after a module may undo what one before it did: it must be called
         self.fills_late = False  # whether something in it is saved first and filled then
         self.sends_inputs = False  # whether they leave for the host as soon as they are read
         self.is_checked = False  # whether what its modules give must be the same again
@@ -318,7 +319,7 @@ class Repetition:
         return number
 
     def _may_stop(self) -> bool:
-        return self.frame.stops_early and not self.frame.is_checked
+        return self.frame.stops_early and not self.frame.is_checked and not self.frame.is_hooked
 
     def give(self, noted: Any) -> Tensor:
         """It is asked for while the segment is being repeated: the forward computes a gradient."""

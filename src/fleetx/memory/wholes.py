@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from fleetx.memory.buffers import Snapshot, modules_of, tensors_of
+from fleetx.memory.buffers import Snapshot, is_hooked, modules_of, tensors_of
 from fleetx.memory.checking import checksum
 from fleetx.memory.leaf import FreeLeaf, Leaf, NotedLeaf
 from fleetx.memory.offload import Offloader
@@ -96,6 +96,7 @@ class Wholes:
         saves = range(leaf.first, len(frame.looks))
         call = frame.tape.note_call(leaf.callee, leaf.noted, output, leaf.where, saves)
         call.dear, call.hidden, call.exchanged = leaf.dear, leaf.hidden, leaf.exchanged
+        frame.is_hooked = frame.is_hooked or is_hooked(leaf.module)
         self._run.note_draws(call, leaf.random)
         if frame.is_checked:
             outputs = tensors_in(output)
