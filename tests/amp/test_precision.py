@@ -105,6 +105,61 @@ def test_pure_modes_cast_the_weights_except_batch_norm(mode, dtype):
     assert all(a is b for a, b in zip(weights, model.parameters(), strict=True))
 
 
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(4, 4, bias=False)
+        self.head = nn.Linear(4, 4, bias=False)
+        self.head.weight = self.body.weight
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(x)))
+
+
+def train(model, cuts=(), **configs):
+    strategy = fleet.DistributedStrategy(amp=True, amp_configs=configs, recompute=bool(cuts))
+    if cuts:
+        strategy.recompute_configs = {"checkpoints": list(cuts)}
+    model = fleet.distributed_model(model, strategy)
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.5), strategy)
+    for inputs in torch.randn(3, 3, 4, generator=torch.Generator().manual_seed(1)):
+        optimizer.minimize(model(inputs).square().mean())
+    return model
+
+
+@pytest.mark.parametrize("black", ["head", "body"])
+def test_a_pure_mode_keeps_a_weight_wide_that_a_listed_module_shares(black):
+    model, weight, low = (
+        train(Tied(), use_pure_bf16=True, custom_black_list=[black]),
+        Tied().body.weight,
+        torch.bfloat16,
+    )
+    body, head = (torch.float32 if name == black else low for name in ("body", "head"))
+    for inputs in torch.randn(3, 3, 4, generator=torch.Generator().manual_seed(1)):
+        hidden = torch.tanh((inputs.to(low).to(body) @ weight.to(body).T).to(low))
+        output = (hidden.to(head) @ weight.to(head).T).to(low).float()
+        (gradient,) = torch.autograd.grad(output.square().mean(), weight)
+        with torch.no_grad():
+            weight -= 0.5 * gradient
+    assert torch.equal(model.body.weight, weight)
+    assert model.body.weight is model.head.weight
+
+
+@pytest.mark.parametrize(
+    "configs",
+    [
+        {"dtype": "bfloat16", "custom_white_list": ["body"]},
+        {"dtype": "bfloat16", "custom_black_list": ["body"]},
+        {"use_pure_bf16": True, "custom_black_list": ["head"]},
+    ],
+)
+def test_listed_modules_that_are_recomputed_train_as_they_do_otherwise(configs):
+    plain, ours = train(Tied(), **configs), train(Tied(), cuts=["body"], **configs)
+    assert torch.equal(ours.body.weight, plain.body.weight)
+    assert isinstance(ours.body.weight, nn.Parameter)
+
+
 @pytest.mark.parametrize("name", ["softmax", "matmul", "layer_norm", "no.such.module"])
 @pytest.mark.parametrize("setting", ["custom_white_list", "custom_black_list"])
 def test_operators_and_unknown_modules_are_refused(setting, name):

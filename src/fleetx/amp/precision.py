@@ -205,19 +205,26 @@ def _remove_regions(model: nn.Module) -> None:
 def _lower_parameters(model: nn.Module, low: torch.dtype, kept: list[nn.Module], forced: list[nn.Module]) -> None:
     """Cast weights in place, so that optimizers made before keep pointing at them.
 
-    BatchNorm stays in fp32: its kernels take low-precision inputs, and its running statistics would stall.
+    BatchNorm stays in fp32: its kernels take low-precision inputs, and its running statistics would stall. A weight
+    that a module in low precision shares with one in fp32 stays in fp32, and is cast for the former while that runs.
     """
     low_norms = {id(inner) for outer in forced for inner in outer.modules()}
     listed = {id(module): torch.float32 for module in kept} | {id(module): low for module in forced}
     around = _around(model, listed, low)
-    for module in model.modules():
-        stays = listed.get(id(module), around[id(module)]) == torch.float32
-        if stays or (isinstance(module, _NormBase) and id(module) not in low_norms):
-            continue
-        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        for tensor in tensors:
-            if tensor.dtype == torch.float32:
+
+    def stays(module: nn.Module) -> bool:
+        if isinstance(module, _NormBase) and id(module) not in low_norms:
+            return True
+        return listed.get(id(module), around[id(module)]) == torch.float32
+
+    wide = {id(p) for module in model.modules() if stays(module) for p in module.parameters(recurse=False)}
+    for module in [module for module in model.modules() if not stays(module)]:
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        for tensor in own:
+            if tensor.dtype == torch.float32 and id(tensor) not in wide:
                 tensor.data = tensor.data.to(low)
+        if any(id(tensor) in wide for tensor in own):
+            _Region(autocast=None, weights=low, weights_kept=kept).install(module)
 
 
 def _named_modules(model: nn.Module, patterns: Sequence[str], setting: str) -> list[nn.Module]:
