@@ -94,6 +94,7 @@ class Step:
         if items is not None and not self._engine.average:
             raise ValueError(checks.ITEMS_OR_SUM)
         self._planned = _planned_step(self, loss_fn, compute)
+        self._note_door()
 
     @property
     def plan(self) -> "Plan | None":
@@ -119,13 +120,14 @@ class Step:
 
         Gradients leave for the other workers during the last backward, or `reduce_later`, when the window closes.
         """
+        self._note_door()
         if world.size() > 1 and slicing.is_empty(batch):
             return self._merge_nothing(batch)
         micro_batches = self._cut(batch)
         self._require_forwards(len(micro_batches), slicing.batch_size(batch))
         self._engine.window.discard()  # the last gradients need not live through the forward
         device = self._engine.updater.device
-        shares = Shares([self._count(micro) for micro in micro_batches], device)
+        shares = self._opened([self._count(micro) for micro in micro_batches])
         names: tuple[str, ...] = ()
         low_runs = amp.entries(self.model)
         try:
@@ -160,9 +162,22 @@ class Step:
         if batch_norms.exchange_in_training(self.model):
             raise ValueError(f"this worker's batch is empty (first dimension 0), {_SAMPLES_FOR_NORMS}")
         self._engine.window.discard()
-        return Shares(
-            [dict.fromkeys([SAMPLES, *map(_items_of, self._items_in(batch))], 0)], self._engine.updater.device
-        )
+        return self._opened([dict.fromkeys([SAMPLES, *map(_items_of, self._items_in(batch))], 0)])
+
+    def _opened(self, counts: list[Counts]) -> Shares:
+        shares = Shares(counts, self._engine.updater.device)
+        if self._engine.needs_all:
+            self._engine.require_all(shares.leaving())
+        return shares
+
+    def _note_door(self) -> None:
+        """Tell `flush` how this worker takes part in the others' windows, once its own data has ended."""
+        self._engine.is_of_step = True
+        self._engine.needs_all = ""
+        if self._planned is not None:
+            self._engine.needs_all = "the planner measures the updates of all workers"
+        elif batch_norms.exchange_in_training(self.model):
+            self._engine.needs_all = "the model has SyncBatchNorm layers, which wait for all workers in each forward"
 
     def _cut(self, batch: Batch) -> list[Batch]:
         self.require_enough(slicing.batch_size(batch))

@@ -4,10 +4,10 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from fleetx.comm import beats, world
+from fleetx.comm import world
+from fleetx.comm.opening import Opening
 from fleetx.numbers import Number
 from fleetx.step import weigh
 
@@ -33,15 +33,14 @@ class Shares:
                 )
         self._counts = counts
         self._totals: list[Number] = [sum(count[name] for count in counts) for name in self.names]
-        self._work: dist.Work | None = None
+        self._opening: Opening | None = None
         if world.size() > 1:
-            # fp64 counts exactly, up to far more items than any window holds.
-            summed = torch.empty(len(self._totals), dtype=torch.float64, device=device)
-            for position, total in enumerate(self._totals):
-                summed[position] = total
-            with beats.waiting():
-                self._work = dist.all_reduce(summed, async_op=True)
-            self._totals = list(summed.unbind())
+            self._opening = Opening(self._totals, device)
+        self._is_open = self._opening is not None
+
+    def leaving(self) -> int:
+        """How many workers have no data any more, and take part in `flush`."""
+        return 0 if self._opening is None else self._opening.leaving()
 
     def total(self, name: str) -> Tensor:
         """Items of the window on all workers."""
@@ -81,10 +80,8 @@ class Shares:
         return sum(total for other, total in zip(self.names, self._totals, strict=True) if other != SAMPLES)
 
     def _wait(self) -> None:
-        if self._work is not None:
-            with beats.waiting():
-                self._work.wait()
-            self._work = None
+        if self._is_open and self._opening is not None:
+            self._totals, self._is_open = list(self._opening.totals()), False
 
 
 def _share(count: Number, total: Number) -> Number:

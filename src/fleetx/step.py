@@ -15,7 +15,7 @@ from torch import Tensor
 from fleetx import gradients
 from fleetx.amp import LossScaler, outside_autocast
 from fleetx.buffers import WindowBuffers
-from fleetx.comm import beats, world
+from fleetx.comm import beats, opening, world
 from fleetx.comm.guard import ParameterGuard
 from fleetx.empty_losses import muted
 from fleetx.nonfinite import NonFiniteWatch
@@ -65,6 +65,9 @@ class TrainingStep:
         self.stopwatch = Stopwatch()
         # Whether nothing has been trained yet, here or in the run that was resumed.
         self.is_first = True
+        # Whether the last window was that of a `Step`, and why all workers must have called it then.
+        self.is_of_step = False
+        self.needs_all = ""
         # Called when an update is complete: a planner looks at what it took.
         self.on_update: list[Callable[[], None]] = []
 
@@ -82,6 +85,7 @@ class TrainingStep:
         """
         if not loss.requires_grad:
             raise ValueError(NO_GRADIENT)
+        self.is_of_step = False
         if self.is_first:
             refuse_scaled_loss(loss)
         weighing = self.window.weighing if self.window.held else self._weighing(items)
@@ -223,9 +227,12 @@ class TrainingStep:
         outcome = None
         if world.size() == 1 and not self.window.held:
             return None
-        while True:
+        is_over = False
+        while not is_over:
             try:
-                merged = self.window.merge(self._weighing(None), leaving=True)
+                if self.is_of_step and self._all_leave():
+                    break
+                merged = self.window.merge(None if self.is_of_step else self._weighing(None), leaving=True)
             except BaseException as error:
                 self.window.fail(error)
                 raise
@@ -233,11 +240,27 @@ class TrainingStep:
                 outcome = self._update(merged)
             self.window.clear()
             beats.beat()
-            if merged.leaving == world.size():
-                break
+            is_over = merged.leaving == world.size()
         if self.guard is not None:
             self.guard.after_epoch()
         return outcome
+
+    def _all_leave(self) -> bool:
+        """Whether no worker calls `Step` any more; if one does, this worker has told it that it takes part."""
+        if world.size() == 1:
+            return False
+        leaving = opening.take_part(self.updater.device)
+        self.require_all(leaving)
+        return leaving == world.size()
+
+    def require_all(self, leaving: int) -> None:
+        """Raise, on all workers, if some have come to `flush` where all must call `Step`."""
+        if self.needs_all and 0 < leaving < world.size():
+            raise ValueError(
+                f"{self.needs_all}, so all workers must call Step equally often, and {leaving} of {world.size()} have "
+                "come to flush() before the others. Give each worker as many batches: fleet.evenly(loader) ends the "
+                "epoch for all with the first that runs out, ShardedBatches(..., last='wrap') gives each its part."
+            )
 
     def _weighing(self, items: Number | None) -> Weighing:
         if isinstance(items, Tensor):

@@ -11,6 +11,7 @@ from fleetx import fleet
 from fleetx.data import Loader, ShardedBatches
 
 WAYS = ("minimize", "step", "items", "two losses", "merged", "compressed", "resumed", "first", "renamed")
+UNEVEN = ("few", "many", "late")
 
 
 class Rows(torch.nn.Module):
@@ -86,6 +87,50 @@ def train(way):
     return net.state_dict(), outs
 
 
+def train_unevenly(way):
+    """Worker 0 has a batch more in each epoch, and in a "late" run worker 1 none at all in the first."""
+    generator = torch.Generator().manual_seed(3)
+    samples = torch.randn(4, 4, 4, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, 2, (4, 4), generator=generator)
+    net, optimizer = build("merged")
+    step = stepping("items", net, optimizer)
+    if way == "many":
+        names = [f"loss {number}" for number in range(40)]
+        step = X.Step(
+            net,
+            optimizer,
+            compute=lambda model, batch: {
+                name: functional.cross_entropy(model(batch[0]), batch[1]) * (place + 1)
+                for place, name in enumerate(names)
+            },
+            items=lambda batch: {name: len(batch[1]) + place for place, name in enumerate(names)},
+        )
+    rank, workers = fleet.worker_index(), fleet.worker_num()
+    for epoch in range(2):
+        for number in range(4):
+            both = number < (0 if way == "late" and not epoch else 3)
+            if both or rank == 0:
+                mine = slice(rank, None, workers) if both else slice(None)
+                step((samples[number][mine], labels[number][mine]))
+        out = optimizer.flush()
+        assert out is None or out.updated
+    return net.state_dict()
+
+
+def refused_unevenly():
+    """Norms over all workers wait in each forward."""
+    strategy = fleet.DistributedStrategy(sync_batch_norm=True)
+    net = fleet.distributed_model(torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)), strategy)
+    step = X.Step(net, torch.optim.SGD(net.parameters(), lr=0.1), functional.mse_loss, strategy)
+    try:
+        for _ in range(3 - fleet.worker_index()):
+            step((torch.ones(2, 4), torch.ones(2, 1)))
+        step.optimizer.flush()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def refused():
     """An empty batch on all workers is none; the next batch trains."""
     net, optimizer = build("step")
@@ -105,7 +150,9 @@ def refused():
 def main():
     fleet.init()
     found = {way: train(way) for way in WAYS}
+    found["uneven"] = {way: train_unevenly(way) for way in UNEVEN}
     found["refused"] = refused()
+    found["refused unevenly"] = refused_unevenly()
     torch.save(found, Path(sys.argv[1]) / f"{fleet.worker_index()}.pt")
 
 

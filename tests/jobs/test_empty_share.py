@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.jobs.empty_share_worker import WAYS, refused, train
+from tests.jobs.empty_share_worker import UNEVEN, WAYS, refused, train, train_unevenly
 from tests.jobs.starting import ROOT, start
 
 # In one process of the runner, which starts the job once.
@@ -30,6 +30,20 @@ def test_a_worker_without_samples_adds_nothing(found, way):
             assert [sorted(step) for step in reported] == [sorted(step) for step in losses]
             for ours, theirs in zip(reported, losses, strict=True):
                 assert ours == pytest.approx(theirs, rel=tolerance)
+
+
+@pytest.mark.parametrize("way", UNEVEN)
+def test_a_worker_that_has_come_to_flush_takes_part_in_the_steps_of_the_others(found, way):
+    expected = train_unevenly(way)
+    for worker in found:
+        for name, value in expected.items():
+            torch.testing.assert_close(worker["uneven"][way][name], value, rtol=1e-12, atol=1e-12)
+
+
+def test_where_all_must_step_all_are_told_who_does_not(found):
+    for worker in found:
+        assert "SyncBatchNorm layers" in worker["refused unevenly"]
+        assert "1 of 2 have come to flush() before the others" in worker["refused unevenly"]
 
 
 def test_a_batch_that_is_empty_everywhere_is_refused(found):

@@ -96,7 +96,8 @@ def evenly(batches: Iterable[T]) -> Generator[T]:
     """The batches of this worker, as long as all workers have one: the first that runs out ends the epoch for all.
 
     For loops in which each worker brings its own data and nobody knows how many batches there are. Each batch costs one
-    short message between the workers. `minimize` does not need it: there `flush` waits for the others.
+    short message between the workers. It is for models that need all workers in each batch, with `sync_batch_norm` say:
+    else `flush` waits for the others.
 
     >>> from fleetx import fleet
     >>> list(fleet.evenly("abc"))

@@ -287,6 +287,7 @@ class DistributedOptimizer(Optimizer):
         engine.window.load_state_dict(ours["window"])
         engine.buffers.load_state_dict(ours["window"].get("buffers"))
         engine.is_first = False
+        engine.is_of_step = engine.is_of_step and not engine.window.held
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raise if `load_state_dict` would refuse the state; nothing is changed."""
