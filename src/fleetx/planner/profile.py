@@ -36,7 +36,13 @@ from fleetx.terminal import Console, Progress
 _NARROW = State("dear", dear=("attention", "narrow_matmul"))
 STATES = (EVERYTHING, State("inputs"), State("dear"), _NARROW)
 NO_LOSS = "the model gave no loss, so that the mean of what it gave stood for one: give loss_fn to plan that too."
-_NO_BLOCKS = "no modules to cut at were found, each of which must run once in a forward: nothing is computed again."
+_NO_BLOCKS = (
+    "no modules to cut at were found, each of which must run once in a forward: the plan chooses the micro-batch "
+    "alone, and nothing is recomputed."
+)
+_NOTHING_COMPILED = (
+    "segments are what compile=True compiles, and there are none: give the model compiled by torch.compile."
+)
 _NOT_COMPILED = "bytes are those of code that is not compiled: on a CPU others cannot be counted."
 COMPILED_STATES = (EVERYTHING, State("inputs"), _NARROW)  # each kind of dear outputs is a compilation of its own
 
@@ -204,6 +210,8 @@ class _Measuring:
             yield NO_LOSS
         if not self.trials.cuts:
             yield _NO_BLOCKS
+            if self.trials.compile:
+                yield _NOTHING_COMPILED
 
     def _smallest(self) -> int:
         """One, if the model takes a single sample: a batch norm over nothing but samples does not."""
