@@ -17,6 +17,13 @@ class Pair(NamedTuple):
     labels: torch.Tensor
 
 
+class Box(NamedTuple):
+    left: int
+    top: int
+    right: int
+    bottom: int
+
+
 @dataclass
 class Sample:
     ids: torch.Tensor
@@ -75,6 +82,27 @@ class Weighed:
 
     def __post_init__(self):
         self.weight = torch.ones(len(self.x))
+
+
+@pytest.mark.parametrize(
+    ("rows", "path"),
+    [
+        ([3, 1, 2, 4], r"batch\[1\] is a list of 4 entries"),
+        ((0.5, 1.0, 1.0, 0.5), r"batch\[1\] is a tuple of 4 entries"),
+        ({"spans": [[0, 3], [1, 2], [0, 0], [2, 2]]}, r"batch\[1\]\['spans'\] is a list"),
+        ([torch.zeros(4), [True, False, True, True]], r"batch\[1\]\[1\] is a list"),
+    ],
+)
+def test_numbers_for_each_sample_are_no_tensor_and_not_sent_whole_to_each_part(rows, path):
+    batch = (torch.zeros(4, 2), rows)
+    with pytest.raises(TypeError, match=f"{path}.*as many as there are samples.*give a tensor"):
+        slicing.split(batch, 2)
+    assert slicing.split(batch, 1) == [batch]
+
+
+@pytest.mark.parametrize("whole", [[1, 2, 3], (224, 224, 3), [None] * 4, Box(0, 0, 5, 5), 4])
+def test_other_numbers_go_whole(whole):
+    assert [part[1] for part in slicing.split((torch.zeros(4, 2), whole), 2)] == [whole, whole]
 
 
 def test_what_a_dataclass_was_given_after_it_was_made_is_sliced_too():

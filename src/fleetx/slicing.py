@@ -44,6 +44,7 @@ def split(batch: Batch, parts: int) -> list[Batch]:
     if parts == 1:
         return [batch]
     _require_nothing_derived(batch, size, "batch")
+    _require_no_rows_of_numbers(batch, size, "batch")
     _require(batch, _has_rows, "cannot be cut into micro-batches")
     base, longer = divmod(size, parts)
     pieces, start = [], 0
@@ -147,6 +148,29 @@ def _require_nothing_derived(batch: Batch, size: int, path: str) -> None:
                     f"{path}.{name} is made by {type(batch).__name__} itself, of the whole batch, and its parts need "
                     "others: make it a property, or a field that is given."
                 )
+
+
+def _require_no_rows_of_numbers(batch: Batch, size: int, path: str) -> None:
+    """A list with as many numbers as there are samples is one for each sample, and would go whole into each part."""
+    if isinstance(batch, Mapping):
+        for key, value in batch.items():
+            _require_no_rows_of_numbers(value, size, f"{path}[{key!r}]")
+    elif _is_dataclass(batch):
+        for name, value in _given(batch).items():
+            _require_no_rows_of_numbers(value, size, f"{path}.{name}")
+    elif isinstance(batch, tuple | list):
+        leaves = [leaf for _, leaf in _leaves(batch, path)]
+        if not any(isinstance(leaf, Tensor) for leaf in leaves):
+            rows = len(batch) == size > 1 and not hasattr(batch, "_fields")
+            if rows and any(leaf is not None for leaf in leaves):
+                raise TypeError(
+                    f"{path} is a {type(batch).__name__} of {size} entries without tensors, as many as there are "
+                    "samples, and would go whole into each micro-batch: give a tensor, which is cut. What belongs to "
+                    "no sample goes outside of the batch."
+                )
+            return
+        for index, value in enumerate(batch):
+            _require_no_rows_of_numbers(value, size, f"{path}[{index}]")
 
 
 def _is_of_all(value: Any, size: int) -> bool:
