@@ -11,13 +11,19 @@ from fleetx.numbers import Number, is_at_hand
 def norm_after_division(grads: Sequence[Tensor], divisor: Number, device: torch.device) -> Tensor:
     """The 2-norm of all gradients together, divided by one number, in the widest dtype of the gradients.
 
-    It is finite if that dtype can express it, also where the squares of the gradients overflow.
+    It is finite if that dtype can express it, also where the squares of the gradients overflow, and if all gradients
+    can be multiplied by the number's reciprocal.
     """
     norms = [_norms(same).to(device, torch.float64) for same in _by_dtype(grads)]
     if not norms:
         return torch.zeros((), device=device) / divisor
-    wide = max((grad.dtype.to_real() for grad in grads), key=lambda dtype: dtype.itemsize)
-    return (torch.linalg.vector_norm(torch.cat(norms)) / divisor).to(wide)
+    by_size = sorted({grad.dtype.to_real() for grad in grads}, key=lambda dtype: dtype.itemsize)
+    factor = torch.as_tensor(_reciprocal(divisor), dtype=torch.float64).to(by_size[0]).double()
+    return (torch.linalg.vector_norm(torch.cat(norms)) * factor).to(by_size[-1])
+
+
+def _reciprocal(divisor: Number) -> Number:
+    return divisor.double().reciprocal() if isinstance(divisor, Tensor) else 1.0 / divisor
 
 
 def _norms(grads: list[Tensor]) -> Tensor:
@@ -37,7 +43,7 @@ def divide_and_clip_(grads: Sequence[Tensor], divisor: Number, norm: Tensor, max
 
     `norm` is their norm after the division. The limit is that of torch.nn.utils.clip_grad_norm_.
     """
-    factor: Number = divisor.double().reciprocal() if isinstance(divisor, Tensor) else 1.0 / divisor
+    factor = _reciprocal(divisor)
     if max_norm is not None:
         factor = factor * (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if isinstance(factor, Tensor):

@@ -81,7 +81,8 @@ class Shares:
 
     def _wait(self) -> None:
         if self._is_open and self._opening is not None:
-            self._totals, self._is_open = list(self._opening.totals()), False
+            self._totals = list(self._opening.totals())
+            self._is_open = False
 
 
 def _share(count: Number, total: Number) -> Number:

@@ -4,6 +4,7 @@ Every door leads here. `optimizer.minimize(loss)` adds one micro-batch to the wi
 window closes it; `Step(batch)` cuts a whole batch, adds all of its micro-batches and closes the window itself.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -296,9 +297,13 @@ def in_fp32(loss: Tensor) -> Tensor:
 
 
 def weigh(loss: Tensor, count: Number, share: Number) -> Tensor:
-    """The loss times its share; the mean over no items is NaN, but it weighs nothing."""
+    """The loss times its share; the mean over no items is NaN, but it weighs nothing.
+
+    A count on a device, which cannot be refused at once, makes the loss NaN if it is negative: the window is skipped.
+    """
     if isinstance(count, Tensor):
-        return torch.where((count > 0).to(loss.device), loss * share, 0.0)
+        count = count.to(loss.device)
+        return torch.where(count > 0, loss * share, torch.where(count < 0, math.nan, 0.0))
     return loss * share if count else torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0)
 
 

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 import fleetx as X
 from fleetx import LossScaler, NonFiniteError, fleet, gradient_marks, gradients
+from fleetx.fleet import checks
 from tests import plain
 
 K = 4
@@ -482,6 +483,29 @@ def test_micro_batches_without_items_weigh_nothing(empty):
     assert_same(net, by_hand(plain.mean_loss, [[full]], make))
 
 
+def test_a_divisor_whose_reciprocal_overflows_skips_the_window():
+    """Counts are weights of samples too; these are below what fp32 can divide by."""
+    net, optimizer = prepare(plain.make_net().float(), k_steps=2)
+    before = weights(net)
+    for micro, items in zip(data(2), (0, 1e-39), strict=True):
+        out = optimizer.minimize(plain.mean_loss(net, (micro[0].float(), micro[1])), items=items)
+    assert out.skipped
+    for ours, theirs in zip(net.parameters(), before, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("count", [-2, -0.5, float("nan")])
+def test_a_negative_count_on_a_device_skips_the_window(count, monkeypatch):
+    monkeypatch.setattr(checks, "as_count", lambda items: items)
+    net, optimizer = prepare(plain.make_net(), k_steps=2)
+    before = weights(net)
+    for micro, items in zip(data(2), (3, count), strict=True):
+        out = optimizer.minimize(plain.mean_loss(net, micro), items=torch.tensor(items))
+    assert out.skipped
+    for ours, theirs in zip(net.parameters(), before, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 # Errors ----------------------------------------------------------------------------------------------------
 
 
@@ -750,8 +774,8 @@ def test_misuse_is_explained():
         optimizer.minimize(net(micro[0]))
     with pytest.raises(ValueError, match="no trainable parameter"):
         optimizer.minimize(loss.detach())
-    for wrong in (-1, True, "many", float("nan")):
-        with pytest.raises(ValueError, match="items must be a finite number of at least 0"):
+    for wrong in (-1, True, "many", float("nan"), float("inf"), 1e300, 10**400):
+        with pytest.raises(ValueError, match="items must be a number from 0 to 2.*53"):
             optimizer.minimize(loss, items=wrong)
     optimizer.zero_grad()
     optimizer.minimize(loss)

@@ -1,9 +1,8 @@
 """What a distributed optimizer refuses, and how it says so: rule, value, remedy."""
 
-import math
 from collections.abc import Mapping
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
@@ -12,6 +11,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from fleetx import names
 from fleetx.fleet.model import strategy_of
 from fleetx.fleet.wrappers import require_whole
+from fleetx.notices import shown
 from fleetx.numbers import Number
 from fleetx.optim.checks import check_lr_tensor
 from fleetx.strategy import DistributedStrategy
@@ -98,6 +98,10 @@ ITEMS_OR_SUM = (
 )
 
 
+MOST_ITEMS = 2.0**53
+"""Beyond it fp64 skips whole numbers, and sums of a few numbers may overflow."""
+
+
 def as_count(items: Any, what: str = "items") -> Number:
     """A count as a number; one on a device stays there, since reading it would wait."""
     if isinstance(items, Mapping):
@@ -108,6 +112,6 @@ def as_count(items: Any, what: str = "items") -> Number:
         if items.device.type != "cpu":
             return items.reshape(())
         items = items.item()
-    if isinstance(items, bool) or not isinstance(items, Real) or not 0 <= float(items) < math.inf:
-        raise ValueError(f"{what} must be a finite number of at least 0, not {items!r}.")
+    if isinstance(items, bool) or not isinstance(items, Real) or not 0 <= cast(float, items) <= MOST_ITEMS:
+        raise ValueError(f"{what} must be a number from 0 to 2**53, not {shown(items)}.")
     return int(items) if isinstance(items, Integral) else float(items)
