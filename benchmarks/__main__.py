@@ -74,6 +74,38 @@ def reduce_command(
     _show(f"One update: {figures['what']}", ("loop", "ms", "speed"), rows, path)
 
 
+@app.command("comm")
+def comm_command(
+    out: Annotated[Path, typer.Option(help="Where results are saved.")] = RESULTS,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds in which all ways take turns.")] = 7,
+    tiny: Annotated[bool, typer.Option(help="Small gradients, for a look at the command on a busy machine.")] = False,
+) -> None:
+    """Gradients between two hosts (network namespaces), at two link speeds, against DistributedDataParallel."""
+    from benchmarks import comm
+    from fleetx.results import save_result
+    from tests.launch import hosts
+
+    if reason := hosts.why_not():
+        raise typer.BadParameter(f"python -m benchmarks comm makes hosts of network namespaces: {reason}.")
+    unlimited = hosts.why_no_limit()
+    if unlimited:
+        print(f"links are not limited: {unlimited}.")
+    size = comm.TINY if tiny else comm.Size(rounds=rounds)
+    runs = {}
+    for megabits in (None,) if unlimited else comm.LINKS:
+        link = "not limited" if megabits is None else f"{megabits} Mbit/s"
+        print(f"measuring links of {link} …" if megabits else "measuring …", flush=True)
+        runs[link] = comm.measure_link(megabits, size)
+    figures = comm.summarise(runs, size)
+    # Under another name: a look at the command must not take the place of a result.
+    path = save_result("comm-tiny" if tiny else "comm", figures, out)
+    _show(figures["what"], comm.HEADS, comm.rows(figures), path)
+    for link, case in figures["cases"].items():
+        for name, speed in case["speed_against_ddp"].items():
+            if speed < 0.99:
+                print(f"slower than {comm.WAYS[name].peer}: {name}, {link}: {speed:.3f}×")
+
+
 @app.command("digits")
 def digits_command(
     out: Annotated[Path, typer.Option(help="Where results are saved.")] = RESULTS / "digits",
@@ -313,7 +345,7 @@ def report_command(
     results: Annotated[Path, typer.Option(help="Where results were saved.")] = RESULTS,
 ) -> None:
     """Fill the tables of a page from saved results."""
-    from benchmarks.report.tables import fill_in
+    from benchmarks.report.tables import fill_in, unmeasured
 
     for path in (page, results):
         if not path.exists():
@@ -324,8 +356,11 @@ def report_command(
         page.write_text(filled, encoding="utf-8")
     except (OSError, ValueError) as error:
         raise typer.BadParameter(f"{page}: {error}") from None
-    count = filled.count("<!-- table: ")
+    left = unmeasured(text, results)
+    count = filled.count("<!-- table: ") - len(left)
     print(f"{page}: {count} table{'' if count == 1 else 's'} made from {results}")
+    if left:
+        print(f"left as they are, since {results} has no figures of them: {', '.join(left)}")
 
 
 if __name__ == "__main__":

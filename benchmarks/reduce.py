@@ -24,14 +24,15 @@ WINDOWS = (1, 4)
 PEER, VIEWS, DOORS = "DistributedDataParallel", "the same, gradient_as_bucket_view", ("Step", "minimize")
 
 
-class _Classifier(nn.Module):
+class Classifier(nn.Module):
     """Enough layers and bytes that reduction has something to hide behind: 4.2 million parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, layers: int = LAYERS) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
 
     def forward(self, inputs: Tensor) -> Tensor:
+        """Scores of as many classes."""
         for layer in self.layers:
             inputs = functional.relu(layer(inputs))
         return inputs
@@ -81,7 +82,7 @@ def summarise(runs: list[dict[str, Any]], workers: int) -> dict[str, Any]:
 
 def _model() -> nn.Module:
     torch.manual_seed(1)
-    return _Classifier()
+    return Classifier()
 
 
 def _sgd(model: nn.Module) -> torch.optim.SGD:

@@ -47,6 +47,7 @@ def test_it_prepares_model_and_optimizer_by_itself_and_reports():
     out = step(batch())
     assert (out.updated, out.skipped, out.samples, out.lr, out.loss_scale) == (True, False, 16, 0.1, 1.0)
     assert out.samples_per_s > 0
+    assert out.comm_hidden is None  # a worker alone
     assert out.loss.item() == pytest.approx(plain.mean_loss(plain.make_net(), batch()).item(), rel=1e-12)
     reference = plain.make_net()
     plain.mean_loss(reference, batch()).backward()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import comm
 from benchmarks.memory import is_proven
 
 Result = dict[str, Any]
@@ -35,6 +36,11 @@ def reduce_table(result: Result) -> str:
         for name, milliseconds in figures["median_ms"].items()
     ]
     return _table(("loop", "micro-batches", "ms per update", "speed"), rows) + _origin(result)
+
+
+def comm_table(result: Result) -> str:
+    """Bytes and times of gradients between hosts beside DistributedDataParallel's."""
+    return _table(comm.HEADS, comm.rows(result), texts=2) + _origin(result)
 
 
 def loading_table(result: Result) -> str:
@@ -278,6 +284,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "digits": ("digits/seeds.json", digits_table),
     "step": ("step.json", step_table),
     "reduce": ("reduce.json", reduce_table),
+    "comm": ("comm.json", comm_table),
     "loading": ("loading.json", loading_table),
     "train": ("train.json", train_table),
     "memory": ("memory.json", memory_table),
@@ -294,7 +301,12 @@ _BEGIN = "<!-- table: "
 
 
 def fill_in(text: str, results: Path) -> str:
-    """The text with everything between `<!-- table: name -->` and `<!-- end -->` made anew from the results."""
+    """The text with everything between `<!-- table: name -->` and `<!-- end -->` made anew from the results.
+
+    What has not been measured stays as it is: see `unmeasured`.
+    """
+
+    missing = unmeasured(text, results)
 
     def table(match: re.Match[str]) -> str:
         name = match.group(1)
@@ -303,6 +315,8 @@ def fill_in(text: str, results: Path) -> str:
         if _BEGIN in match.group(2):
             raise ValueError(f"the table {name!r} has no <!-- end --> before the next one begins: add it.")
         file, draw = TABLES[name]
+        if name in missing:
+            return match.group()
         try:
             result = json.loads((results / file).read_text(encoding="utf-8"))
             return f"<!-- table: {name} -->\n{draw(result)}\n<!-- end -->"
@@ -316,6 +330,11 @@ def fill_in(text: str, results: Path) -> str:
     if made < text.count(_BEGIN):
         raise ValueError("the last table of the page has no <!-- end -->: add it.")
     return filled
+
+
+def unmeasured(text: str, results: Path) -> list[str]:
+    """Tables of the text whose results are not there."""
+    return [name for name, (file, _) in TABLES.items() if f"{_BEGIN}{name} " in text and not (results / file).exists()]
 
 
 def _table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, texts: int = 1) -> str:

@@ -69,6 +69,19 @@ def test_a_table_without_an_end_takes_no_prose_with_it(page, tmp_path):
     assert (tmp_path / "page.md").read_text() == page
 
 
+def test_a_table_without_a_result_stays_as_it_is_and_is_named(tmp_path):
+    (tmp_path / "step.json").write_text((RESULTS / "step.json").read_text())
+    page = tmp_path / "page.md"
+    page.write_text("<!-- table: comm -->\nNot measured yet.\n<!-- end -->\n<!-- table: step -->\n<!-- end -->\n")
+    done = CliRunner().invoke(app, ["report", str(page), "--results", str(tmp_path)])
+    assert done.exit_code == 0
+    assert "1 table made" in done.stdout
+    assert "left as they are" in done.stdout
+    assert done.stdout.strip().endswith(": comm")
+    assert "Not measured yet." in page.read_text()
+    assert "| hand-written |" in page.read_text()
+
+
 @pytest.mark.parametrize("content", ["{", "{}", "[]"])
 def test_results_that_are_no_results_are_named(content, tmp_path):
     (tmp_path / "step.json").write_text(content)

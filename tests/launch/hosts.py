@@ -28,6 +28,15 @@ def why_not():
     return f"namespaces are not permitted: {done.stderr.strip()}" if done.returncode else None
 
 
+def why_no_limit():
+    """Why the speed of links cannot be limited here; None if it can."""
+    if not shutil.which("tc"):
+        return "the program tc is not installed"
+    probe = f"ip link add one type veth peer name two && {_limit('one', 100)}"
+    done = subprocess.run([*UNSHARE, "sh", "-c", probe], capture_output=True, text=True, timeout=GUARD)
+    return f"tc may not limit links: {done.stderr.strip()}" if done.returncode else None
+
+
 def play(module, *arguments, timeout=400):
     """Run a module in a namespace of its own; gives the completed process."""
     return subprocess.run(
@@ -44,6 +53,7 @@ class Hosts:
     """Machines host0, host1, ... at 10.77.0.1, 10.77.0.2, ..., on one switch."""
 
     def __init__(self, count):
+        self.count = count
         _run("mount -t tmpfs none /run")
         _run("mkdir -p /run/netns")
         _run("ip link set lo up")
@@ -71,12 +81,22 @@ class Hosts:
         self.jobs.append(job)
         return job
 
+    def limit(self, megabits):
+        """So many Mbit/s leave each host, at most."""
+        for number in range(self.count):
+            _run(f"ip netns exec host{number} {_limit('eth0', megabits)}")
+
     def cut(self, number):
         """Pull the cable: nothing is said to anybody, packets are just lost."""
         _run(f"ip link set cable{number} down")
 
     def mend(self, number):
         _run(f"ip link set cable{number} up")
+
+
+def _limit(device, megabits):
+    # The queue holds a second, so that nothing is dropped and sent again.
+    return f"tc qdisc replace dev {device} root tbf rate {megabits}mbit burst 256kb latency 1s"
 
 
 def address(number):
