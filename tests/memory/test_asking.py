@@ -159,20 +159,10 @@ def test_kinds_and_modules_mean_these_kinds_in_these_modules():
 # Compiled by others -----------------------------------------------------------------------------------------------
 
 
-def test_compiled_parts_are_refused_at_once():
-    model = Net()
-    model.encoder.blocks[0] = torch.compile(model.encoder.blocks[0], backend="eager")
-    with pytest.raises(
-        ValueError, match=r"outside, and 'encoder.blocks.0' is. Let .*memory.apply\(..., compile=True\)"
-    ):
-        memory.apply(model, ["encoder.blocks.*"])
-    assert has_no_hooks(model)
-
-
 @pytest.mark.parametrize("name", ["head", "_orig_mod.head"])
 def test_a_compiled_model_is_refused_at_once(name):
     model = torch.compile(Net(), backend="eager")
-    with pytest.raises(ValueError, match=r"this one \(the result of torch.compile\) is. Let .*compile=True\)"):
+    with pytest.raises(ValueError, match=r"this one \(the result of torch.compile\) is, .*compile=True\)"):
         memory.apply(model, [name])
 
 

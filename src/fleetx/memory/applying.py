@@ -10,10 +10,12 @@ from fleetx.memory.asking import require_compile_options, require_list, require_
 from fleetx.memory.compiling import SharedCompilations
 from fleetx.memory.dear import KINDS
 from fleetx.memory.experience import Experience
-from fleetx.memory.hooks import Beginning, Cutting, Ending, Entering, Hook, Leaving, plan_on
+from fleetx.memory.foreign import require_compiled_within_segments
+from fleetx.memory.hooks import Beginning, Called, Cutting, Ending, Entering, Hook, Leaving, plan_on
 from fleetx.memory.names import find_cuts
 from fleetx.memory.refusing import require_parts_as_a_whole, require_unwrapped
 from fleetx.memory.states import Home, Save, Segment
+from fleetx.memory.traced import Traceable
 from fleetx.memory.underway import active_run, end_stale
 from fleetx.units import parse_bytes
 
@@ -54,7 +56,8 @@ def apply(
         require_use_of_host(host_memory, wanted)
     cuts = find_cuts(model, wanted)
     require_parts_as_a_whole(model, cuts)
-    experience = Experience(cuts, host_memory=limit)
+    require_compiled_within_segments(cuts)
+    experience = Experience(cuts, Traceable.of(cuts), host_memory=limit)
     applied = Applied(model, experience)
     if compile:
         applied.compile(**compile_options)
@@ -74,7 +77,9 @@ class Applied:
         run = active_run()
         if run is not None and run.experience is self.experience:
             raise RuntimeError("a plan cannot be taken off while its model runs: call remove() after the forward.")
+        self.experience.traceable.uninstall()
         for module in self.model.modules():
+            Called.uninstall(module)
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
                 for key in [key for key, hook in hooks.items() if self._is_ours(hook)]:
                     del hooks[key]
@@ -96,6 +101,7 @@ class Applied:
             )
         if self.experience.compilations is None:
             self.experience.compilations = SharedCompilations(**options)
+            self.experience.traceable.uninstall()
         return self.experience.compilations
 
     def cut_modules(self) -> list[str]:
@@ -133,6 +139,8 @@ class Applied:
 
     def _install(self) -> None:
         cuts = self.experience.cuts
+        if self.experience.compilations is None:
+            self.experience.traceable.install()
         for module in _unique(cuts.containers.values()):
             name = next(name for name, other in cuts.containers.items() if other is module)
             self._hook(module, Entering(self.experience, "container", name), Leaving(self.experience, "container"))

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fleetx.memory import randomness
 from fleetx.memory.checking import Checksum, checksum, is_equal
 from fleetx.memory.offload import View, is_worth_moving
+from fleetx.memory.states import DEAR_KINDS
 
 aten = torch.ops.aten
 _MATMULS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
@@ -34,6 +35,11 @@ KINDS: dict[str, tuple[Any, ...]] = {
 _UNKNOWN = object()  # stands for a tensor that nothing tells from others
 _UNSEEN_VIEWS = frozenset({aten.unsafe_split, aten.unsafe_split_with_sizes, aten.unsafe_chunk})
 """Their outputs share memory with their input, but not its version: who writes to them, as nn.GRU does, is not seen."""
+
+
+def kinds_of(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The kinds among the names in a segment's `dear`; all that are dear, if it names modules only."""
+    return tuple(name for name in names if name in KINDS) or DEAR_KINDS
 
 
 def is_dear(kinds: tuple[str, ...], function: Any, args: Sequence[Any]) -> bool:

@@ -17,6 +17,7 @@ from fleetx.memory.names import Cuts
 from fleetx.memory.offload import Offloader
 from fleetx.memory.recompute import Frame, Look
 from fleetx.memory.states import Segment
+from fleetx.memory.traced import Traceable
 
 TAIL = Segment("the end", save="everything")
 _MOST_PROVEN = 32
@@ -60,6 +61,7 @@ class Experience:
     """What outlives a forward: which segments come, what they change, and the memory on the host."""
 
     cuts: Cuts
+    traceable: Traceable
     watch: Watch = field(default_factory=Watch)
     modes: Modes = field(default_factory=Modes)
     written: dict[int, set[int]] = field(default_factory=dict)  # by module: inputs that it writes to
@@ -75,6 +77,14 @@ class Experience:
     unseen: set[str] = field(default_factory=set)  # segments in which somebody saves what cannot be had again
     undivided: set[str] = field(default_factory=set)  # segments whose dear outputs the compiler could not save alone
     complaints: list[str] = field(default_factory=list)  # that nobody was told of yet
+    warned: set[str] = field(default_factory=set)  # of what the plan does nothing in
+
+    @property
+    def why_not_traced(self) -> str:
+        """Why the plan cannot be carried out inside of a compilation from outside, and what to do; empty if it can."""
+        if self.compilations is not None:
+            return "the plan compiles what runs between the cuts already: leave the other compilation out"
+        return self.traceable.refused
 
     def expected(self, ordinal: int) -> Segment:
         """The segment that will probably end next."""
@@ -144,7 +154,8 @@ class Experience:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of a model learns anew: what is known here is about these very modules."""
-        return {"cuts": self.cuts, "host_memory": self.host_memory, "compilations": self.compilations}
+        names = ("cuts", "traceable", "host_memory", "compilations")
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)

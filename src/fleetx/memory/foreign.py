@@ -1,11 +1,13 @@
-"""What a plan cannot work inside of: a compilation from outside, or a model that checkpoints itself."""
+"""What others do to a whole model: they compile it, or let it checkpoint itself."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
 from fleetx.memory.experience import Experience
+from fleetx.memory.names import Cuts
+from fleetx.memory.traced import REMEDY
 
 _CHECKPOINTING = {  # what it is called, and what switches it off
     "gradient_checkpointing": (
@@ -34,32 +36,54 @@ def _checkpoints_itself(model: nn.Module, module: nn.Module, flag: str) -> str:
     )
 
 
-def refuse_foreign_compilation(model: nn.Module, experience: Experience) -> None:
-    """What happens between modules happens in Python: a compiler around it would see other calls than there are."""
-    parts = {"": model, **experience.cuts.containers, **experience.cuts.leaves}
-    compiled = [name for name, part in parts.items() if part._compiled_call_impl is not None]
-    if compiled or _is_within_compiled_call():
-        what = "its call" if not compiled else repr(compiled[0]) if compiled[0] else "the model"
-        raise RuntimeError(_compiled_from_outside(what))
+def is_compiled_around(experience: Experience) -> bool:
+    """Whether the compiler calls the model: then it has traced the plan, unless the plan cannot be traced."""
+    if not _is_within_compiled_call():
+        return False
+    if experience.why_not_traced:
+        raise RuntimeError(
+            f"a model with this plan must not be compiled from outside, and its call is: {experience.why_not_traced}."
+        )
+    return True
 
 
-def _compiled_from_outside(what: str) -> str:
+def refuse_compiled_containers(experience: Experience) -> None:
+    """Reject modules that run compiled and hold ends of segments: what is inside of them, only the compiler sees."""
+    for name, container in experience.cuts.containers.items():
+        if name and container._compiled_call_impl is not None:
+            raise RuntimeError(_compiled_and_cut(repr(name)))
+
+
+def require_compiled_within_segments(cuts: Cuts) -> None:
+    """The same for what torch.compile(module) gives, a module around the module."""
+    for name, container in cuts.containers.items():
+        if is_compiled(container, within=False):
+            raise ValueError(_compiled_and_cut(repr(name) if name else "this one (the result of torch.compile)"))
+
+
+def _compiled_and_cut(what: str) -> str:
     return (
-        f"a model with a plan must not be compiled from outside, and {what} is. "
-        "Let the plan compile what runs between the cuts: memory.apply(..., compile=True), or strategy.compile."
+        f"a model with a plan must not be compiled inside of the plan, and {what} is, which holds the ends of "
+        "segments. Put the plan on the model, and compile the model afterwards; or compile modules in which nothing is "
+        f"cut. {REMEDY}"
     )
 
 
-def require_not_compiled(model: nn.Module) -> None:
-    """What torch.compile(module) gives is a module around the module, which calls it where no plan can see."""
-    if "torch._dynamo" not in sys.modules:  # nobody compiled anything
-        return
+def compiled_among(modules: Sequence[nn.Module], leaves: Iterable[nn.Module]) -> frozenset[nn.Module]:
+    """Those of the leaves that the user compiled, or that hold compiled modules."""
+    if "torch._dynamo" not in sys.modules or not any(is_compiled(one, within=False) for one in modules):
+        return frozenset()
+    return frozenset(leaf for leaf in leaves if is_compiled(leaf))
+
+
+def is_compiled(module: nn.Module, *, within: bool = True) -> bool:
+    """Whether the user compiled a module, or one within it."""
+    if "torch._dynamo" not in sys.modules:  # nobody compiled anything, and importing the compiler takes seconds
+        return False
     from torch._dynamo.eval_frame import OptimizedModule
 
-    for name, module in model.named_modules():
-        if isinstance(module, OptimizedModule):
-            what = repr(name) if name else "this one (the result of torch.compile)"
-            raise ValueError(_compiled_from_outside(what))
+    some = module.modules() if within else (module,)
+    return any(one._compiled_call_impl is not None or isinstance(one, OptimizedModule) for one in some)
 
 
 def _is_within_compiled_call() -> bool:

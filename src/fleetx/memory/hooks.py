@@ -1,23 +1,27 @@
-"""What a plan hangs on the modules of a model: when one begins and ends, the forward under way is told."""
+"""What a plan hangs on the modules of a model: it tells the forward under way when a module begins and ends."""
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from fleetx.memory.experience import Experience
-from fleetx.memory.foreign import refuse_foreign_compilation
+from fleetx.memory.foreign import is_compiled_around, refuse_compiled_containers
 from fleetx.memory.recording import is_transforming
 from fleetx.memory.running import Run
 from fleetx.memory.states import Segment
+from fleetx.memory.traced import warn_of_kept
 from fleetx.memory.underway import active_run, calls_of, end_stale
 
 
 class Hook:
-    """A hook of ours, into which the compiler must not look, should somebody compile the model."""
+    """A hook of ours.
+
+    If the user compiles the model, the compiler sees hooks that do nothing, and segments as `Traceable` has them.
+    """
 
     is_of_plan = True
     act: Callable[..., None]  # what the hook does
@@ -30,6 +34,9 @@ class Hook:
 
     def __call__(self, *arguments: Any) -> None:
         """What torch calls."""
+        if torch.compiler.is_compiling() and not self.experience.why_not_traced:
+            self.trace()
+            return
         if "torch._dynamo" not in sys.modules:  # nobody compiles, and importing the compiler takes its time
             self.act(*arguments)
             return
@@ -37,6 +44,9 @@ class Hook:
         if own._shielded is None:
             own._shielded = torch.compiler.disable(own.act)
         own._shielded(self, *arguments)
+
+    def trace(self) -> None:
+        """What is done while a compiler traces the model."""
 
     def run(self) -> Run | None:
         """The forward under way, if it is one of this model."""
@@ -109,12 +119,31 @@ class Beginning(Hook):
             return
         if run is not None:
             run.end(failed=True)  # interrupted from the keyboard: nobody told us of its end
+        if not torch.is_grad_enabled() or self._is_of_no_use():
+            return
+        for one in self.experience.cuts.watched():
+            _put_in_order(one)
+        Run(self.experience, module)
+
+    def trace(self) -> None:
+        """Warn of what the compiler cannot recompute."""
+        if self.experience.traceable.kept and torch.is_grad_enabled():
+            warn_of_kept(", ".join(self.experience.traceable.kept))
+
+    def _is_of_no_use(self) -> bool:
+        """Whether a run could not save anything: a compiler sees to it, or torch.func or jit.trace keeps everything."""
         if "torch._dynamo" in sys.modules:
-            refuse_foreign_compilation(module, self.experience)
-        if torch.is_grad_enabled():
-            for one in self.experience.cuts.watched():
-                _put_in_order(one)
-            Run(self.experience, module)
+            if is_compiled_around(self.experience):
+                return True
+            refuse_compiled_containers(self.experience)
+            for leaf in self.experience.cuts.leaves.values():
+                Called.install(leaf, self)
+        what = "torch.func" if is_transforming() else "torch.jit.trace" if torch._C._get_tracing_state() else ""
+        if what and what not in self.experience.warned:
+            self.experience.warned.add(what)
+            text = f"inside of {what} a plan does nothing: all activations are kept, as without a plan."
+            warnings.warn(text, stacklevel=_level_of_caller())
+        return bool(what)
 
 
 class Ending(Hook):
@@ -135,6 +164,51 @@ class Ending(Hook):
         run.end(failed=failed)
         for grievance in [] if failed else self.experience.grievances():
             warnings.warn(grievance, stacklevel=_level_of_caller())
+
+
+class Called:
+    """The call of a module that the user compiled and the plan runs as a whole.
+
+    Its hooks are inside of what is compiled, where ours are silent. So ours are called around it.
+    """
+
+    def __init__(self, module: nn.Module, compiled: Callable[..., Any], beginning: Beginning) -> None:
+        self.module, self.compiled, self.beginning = module, compiled, beginning
+
+    @classmethod
+    def install(cls, module: nn.Module, beginning: Beginning) -> None:
+        """See to it that our hooks are called, if the module was compiled since."""
+        if module._compiled_call_impl is not None and not isinstance(module._compiled_call_impl, cls):
+            module._compiled_call_impl = cls(module, module._compiled_call_impl, beginning)
+            beginning.experience.traceable.uninstall([module])  # else it would be checkpointed inside as well
+
+    @staticmethod
+    def uninstall(module: nn.Module) -> None:
+        """Make the module's call what the user made it."""
+        if isinstance(module._compiled_call_impl, Called):
+            module._compiled_call_impl = module._compiled_call_impl.compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What torch calls in place of the module's hooks and forward."""
+        if torch.compiler.is_compiling() or self.beginning.run() is None:
+            return self.compiled(*args, **kwargs)
+        for hook in self._ours(self.module._forward_pre_hooks):
+            hook.act(self.module, args, kwargs)
+        output = None
+        try:
+            output = self.compiled(*args, **kwargs)
+        finally:
+            failed = output is None and sys.exc_info()[0] is not None
+            for hook in self._ours(self.module._forward_hooks):
+                if isinstance(hook, Leaving):
+                    hook.act(self.module, args, kwargs, output)
+                elif not failed:
+                    hook.act(self.module, args, output)
+        return output
+
+    def _ours(self, hooks: Mapping[int, Any]) -> list[Hook]:
+        experience = self.beginning.experience
+        return [hook for hook in hooks.values() if isinstance(hook, Hook) and hook.experience is experience]
 
 
 def _level_of_caller() -> int:

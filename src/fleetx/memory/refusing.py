@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from fleetx.memory.foreign import refuse_gradient_checkpointing, require_not_compiled
+from fleetx.memory.foreign import refuse_gradient_checkpointing
 from fleetx.memory.hooks import hooks_of, plan_on
 from fleetx.memory.names import Cuts
 
@@ -10,13 +10,12 @@ HAS_A_PLAN = "this model has a plan already: take it off first, with fleetx.memo
 
 
 def require_unwrapped(model: nn.Module) -> None:
-    """A model that has no plan, is not compiled, and does not checkpoint itself."""
+    """A model that has no plan, and does not checkpoint itself."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"fleetx.memory.apply takes an nn.Module, not a {type(model).__name__}.")
     if plan_on(model) is not None:
         raise ValueError(HAS_A_PLAN)
     _require_no_plan_around(model)
-    require_not_compiled(model)
     refuse_gradient_checkpointing(model, model.modules())
 
 

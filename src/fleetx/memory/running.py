@@ -12,13 +12,13 @@ from fleetx.memory import dear, randomness
 from fleetx.memory.buffers import modules_of, tensors_of
 from fleetx.memory.checking import LateFillers
 from fleetx.memory.experience import Experience, Learned
-from fleetx.memory.foreign import refuse_gradient_checkpointing
+from fleetx.memory.foreign import compiled_among, refuse_gradient_checkpointing
 from fleetx.memory.ledger import Inputs, Ledger
 from fleetx.memory.names import Cuts, operation_name
 from fleetx.memory.recompute import Frame, Kept, Saved, unchanged
 from fleetx.memory.recording import Recorder
-from fleetx.memory.shielding import shielded
-from fleetx.memory.states import DEAR_KINDS, Segment
+from fleetx.memory.shielding import shielded, shielded_from_tracing
+from fleetx.memory.states import Segment
 from fleetx.memory.structures import tensors_in
 from fleetx.memory.surroundings import Surroundings, settle_attention
 from fleetx.memory.tape import Call, Tape, detached, version_of
@@ -41,6 +41,8 @@ class Run:
         self._wonders_at = MANY
         modules = modules_of(model)
         refuse_gradient_checkpointing(model, modules)
+        self.compiled = compiled_among(modules, experience.cuts.leaves.values())  # by the user
+        self.is_compiled = bool(self.compiled) or experience.compilations is not None
         held = tensors_of(modules, "_parameters", "_buffers")
         self.devices = randomness.devices_of(held)
         _require_one_to_move_from(self.devices, experience.cuts)
@@ -62,9 +64,9 @@ class Run:
         self.frame = self._open()
         self._outer = active_run()
         self.recorder = Recorder(self)
-        is_compiled = experience.compilations is not None
-        self._pack = shielded(self.pack, is_compiled)
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, shielded(self.unpack, is_compiled))
+        self._pack = shielded(self.pack, self.is_compiled)
+        unpack = shielded(self.unpack, True) if self.is_compiled else shielded_from_tracing(self.unpack)
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
         self._is_alone = hooks_on_saved() is None
         self.hooks.__enter__()
         self.recorder.__enter__()
@@ -80,7 +82,7 @@ class Run:
         frame = Frame(state.until, state, Tape(self.kinds), self.devices, next(self.experience.numbers))
         frame.kept, frame.within = self.ledger.kept, self.experience.within
         known = self.experience.segments[self.ordinal] if self.ordinal < len(self.experience.segments) else None
-        frame.is_compiled = self.experience.compilations is not None
+        frame.is_compiled = self.is_compiled
         frame.is_divided = known is not None and known.is_divided
         # In the first forward nobody knows how many segments will come.
         is_hopeless = known is not None and known.is_hopeless
@@ -139,7 +141,7 @@ class Run:
         else:
             learned.fills_late = learned.fills_late or frame.fills_late
             is_sure = frame.is_checked or self._way in learned.proven
-            frame.stops_early = is_sure and not learned.fills_late and self.experience.compilations is None
+            frame.stops_early = is_sure and not learned.fills_late and not frame.is_compiled
             frame.proven = partial(learned.note_proven, self._way)
             frame.moved_generators = learned.note_moved_generators
             frame.changed_later = learned.note_changed_later
@@ -319,12 +321,17 @@ class Run:
         if self._late_fillers.are_behind(outputs):
             self.frame.fills_late = True
 
-    def dear_outputs(self) -> dear.Noted | None:
+    def dear_outputs(self, module: nn.Module | None = None) -> dear.Noted | None:
         """For the dear outputs of a call, if the segment saves them."""
         state = self.frame.state
         if state.save != "dear" or self.experience.compilations is not None:
             return None
-        return dear.Noted(_kinds(state), self.devices, _where_dear(state, self.experience), self.frame.is_checked)
+        if module in self.compiled:
+            self.experience.note_undivided(state, "you compiled some yourself; memory.apply(..., compile=True) does it")
+            return None
+        return dear.Noted(
+            dear.kinds_of(state.dear), self.devices, _where_dear(state, self.experience), self.frame.is_checked
+        )
 
     def may_be_unhooked(self) -> bool:
         """Whether the present segment keeps what a module saves, as far as is known.
@@ -380,11 +387,6 @@ def _require_one_to_move_from(devices: tuple[torch.device, ...], cuts: Cuts) -> 
             f"{', '.join(map(str, accelerators))}; home='host' was asked for until {', '.join(moved)}. Use "
             "home='device' for these segments, or put the model on one accelerator."
         )
-
-
-def _kinds(state: Segment) -> tuple[str, ...]:
-    named = tuple(kind for kind in state.dear if kind in dear.KINDS)
-    return named or DEAR_KINDS
 
 
 def _where_dear(state: Segment, experience: Experience) -> Callable[[], bool]:

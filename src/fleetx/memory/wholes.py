@@ -80,7 +80,13 @@ class Wholes:
         noted = run.ledger.note_inputs(run.frame, args, kwargs, may_write, is_sure=is_known, is_likely=is_likely)
         snapshot = experience.watch.before(module)
         leaf = NotedLeaf(
-            module, tensors, noted, snapshot, Surroundings.now(run.kinds), len(run.frame.looks), run.dear_outputs()
+            module,
+            tensors,
+            noted,
+            snapshot,
+            Surroundings.now(run.kinds),
+            len(run.frame.looks),
+            run.dear_outputs(module),
         )
         leaf.random = run.generators_if_noted()
         self._noted = leaf

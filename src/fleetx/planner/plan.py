@@ -16,6 +16,7 @@ from fleetx.memory import Applied, Segment, applied_to
 from fleetx.memory.experience import Experience
 from fleetx.memory.names import Cuts, find_cuts
 from fleetx.memory.refusing import HAS_A_PLAN
+from fleetx.memory.traced import Traceable
 from fleetx.notices import shown
 from fleetx.planner.chain import Point, State
 from fleetx.planner.field_types import require_types
@@ -205,7 +206,7 @@ class Plan:
     def _nothing_on(self, model: nn.Module, cuts: Cuts) -> Applied:
         if applied_to(model) is not None:
             raise ValueError(HAS_A_PLAN)
-        return Applied(model, Experience(cuts))
+        return Applied(model, Experience(cuts, Traceable.of(cuts)))
 
     def to_json(self) -> str:
         """As text that `from_json` reads."""
