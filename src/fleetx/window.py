@@ -70,7 +70,7 @@ class Window:
         parameters: Callable[[], list[Tensor]],
         settings: ReducerSettings | None = None,
         terms: Callable[[], list[str]] = list,
-        late: Callable[[], Tensor | None] = lambda: None,
+        late: Callable[[], Tensor | None] = type(None),
     ) -> None:
         self._parameters = parameters
         self._settings = settings or ReducerSettings()

@@ -66,7 +66,7 @@ class Reducer:
         self.overlap: Overlap | None = None
         self._own = own
         self.late = late
-        self._late_numbers: Callable[[], Tensor | None] = lambda: None
+        self._late_numbers: Callable[[], Tensor | None] = type(None)
         self._workers = dist.get_world_size()
         self.messages = 0
         self._views: list[Tensor] = [torch.empty(0)] * len(self.parameters)
@@ -118,7 +118,7 @@ class Reducer:
         extras: Sequence[Tensor | float],
         prescale: float | Tensor = 1.0,
         own: Sequence[Tensor | float] = (),
-        late: Callable[[], Tensor | None] = lambda: None,
+        late: Callable[[], Tensor | None] = type(None),
     ) -> Generator[None]:
         """Around the backward that ends a window: each bucket leaves as soon as it is complete.
 

@@ -358,7 +358,7 @@ def _engine(
             updater.parameters,
             _reducer_settings(strategy),
             partial(_terms, settings, updater, scaler),
-            late=lambda: None if noise is None else noise.numbers(updater.parameters()),
+            late=partial(_measured, noise, updater),
         ),
         updater=updater,
         k_steps=k_steps,
@@ -375,6 +375,11 @@ def _engine(
 def _terms(settings: str, updater: Updater, scaler: LossScaler | None) -> list[str]:
     """What must be the same on all workers beside the parameters, in words."""
     return [settings, "no loss scale" if scaler is None else scaler.described(), *described(updater)]
+
+
+def _measured(noise: "NoiseScale | None", updater: Updater) -> Tensor | None:
+    """What travels with the gradients of a window."""
+    return None if noise is None else noise.numbers(updater.parameters())
 
 
 def _mention_open_window(reference: "weakref.ref[DistributedOptimizer]") -> None:
