@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +14,10 @@ from benchmarks.planning.cases import Case
 from benchmarks.planning.grid import Rival, as_plan, rivals
 from benchmarks.planning.running import Runner
 from fleetx.planner.budget import budget_on
+from fleetx.planner.driver import Driver, Request
 from fleetx.planner.feeding import Feeding
 from fleetx.planner.fitting import DoesNotFit
-from fleetx.planner.making import plan_for
 from fleetx.planner.plan import Plan
-from fleetx.planner.road import Road
 from fleetx.results import now
 from fleetx.units import format_bytes
 
@@ -87,9 +85,8 @@ class Bench:
         """The same plan after an interruption, or a new one: first the prediction, then verified."""
         if "plan" in task.result:
             return Plan.from_json(task.result["plan"])
-        case, road, began = task.case, task.opened.road, time.perf_counter()
-        question = {"memory": task.memory, "global_batch": case.global_batch, "one_forward": case.one_forward}
-        found = road.first_plan(road.ways(), partial(plan_for, **question, curve=False))
+        began = time.perf_counter()
+        found = task.driver().plan()
         plan = replace(found.plan, planning_seconds=time.perf_counter() - began)
         task.result.update(
             taken=now(),  # rows may be of different days
@@ -115,7 +112,7 @@ class Bench:
     def _rivals(self, plan: Plan, task: "_Task") -> dict[str, Plan]:
         """The same ones after an interruption: the model may have been measured anew since, and others be worth it."""
         if "rivals" not in task.result:
-            profile, case = task.opened.road.profile_at(plan.names), task.case
+            profile, case = task.driver().measured(plan.names), task.case
             found = rivals(profile, case.global_batch, task.memory, one_forward=case.one_forward)
             task.result["rivals"] = {rival.name: rival.as_dict() for rival in found}
         saved = task.result["rivals"].items()
@@ -185,6 +182,12 @@ class _Task(NamedTuple):
     memory: int
     result: Result
 
+    def driver(self) -> Driver:
+        """Plans the case; what was measured for one budget is on disk for the others."""
+        case = self.case
+        request = replace(self.opened.request, memory=self.memory, global_batch=case.global_batch)
+        return Driver(replace(request, one_forward=case.one_forward))
+
 
 class _Open:
     """A case whose model is on the device."""
@@ -197,7 +200,9 @@ class _Open:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=on_gpu or None)
         self.runner = Runner(feeding, trained.sample, optimizer)
         link = None if on_gpu else SIMULATED_LINK
-        self.road = Road(feeding, trained.sample, optimizer, compile, bandwidth=link)  # measured once for all budgets
+        self.request = Request(
+            feeding, trained.sample, memory=0, global_batch=0, optimizer=optimizer, compile=compile, bandwidth=link
+        )
 
 
 def key_of(case: Case, budget: int | None) -> str:

@@ -70,7 +70,7 @@ class Window:
         parameters: Callable[[], list[Tensor]],
         settings: ReducerSettings | None = None,
         terms: Callable[[], list[str]] = list,
-        late: Callable[[], Tensor | None] = type(None),
+        late: Callable[[], Tensor] | None = None,
     ) -> None:
         self._parameters = parameters
         self._settings = settings or ReducerSettings()
@@ -159,7 +159,7 @@ class Window:
             stopping.note_alone()
             grads = [require_dense(p, p.grad) for p in self._members if p.grad is not None]
             divisor, holding = self._divisor(self.weight), int(self.held > 0)
-            return Merged(grads, divisor, self.losses, self._names, holding, int(leaving), late=self._late())
+            return Merged(grads, divisor, self.losses, self._names, holding, int(leaving), late=self._late_now())
         sums = self._summed(leaving)
         if self.held == 0 and _others_changed(sums):
             self._reducer = None
@@ -392,8 +392,11 @@ class Window:
         losses_fit = (self._names, len(self.losses)) == (self._reduced_names, reducer.extras - len(_FACTS))
         return (losses_fit or not self.held) and reducer.late == self._late_count() and reducer.fits(self._members)
 
+    def _late_now(self) -> Tensor | None:
+        return None if self._late is None else self._late()
+
     def _late_count(self) -> int:
-        numbers = self._late()
+        numbers = self._late_now()
         return 0 if numbers is None else len(numbers)
 
     def _names_held(self, device: torch.device) -> tuple[tuple[str, ...], int]:

@@ -21,7 +21,7 @@ from benchmarks.planning.simulated import SimulatedDevice
 from benchmarks.planning.unet import UNet
 from benchmarks.report.tables import plan_table
 from fleetx import clock
-from fleetx.planner import road
+from fleetx.planner import profile
 from fleetx.planner.chain import State
 from fleetx.planner.feeding import Feeding
 from fleetx.planner.making import plan_for
@@ -106,8 +106,8 @@ def test_of_memory_that_ran_out_the_first_sentence_is_said():
 
 @pytest.mark.middle
 def test_a_case_is_measured_once_for_all_its_budgets(tmp_path, monkeypatch):
-    measured, measure = [], road.measure
-    monkeypatch.setattr(road, "measure", lambda *a, **k: measured.append(a[2]) or measure(*a, **k))
+    measured, measuring = [], profile._Measuring
+    monkeypatch.setattr(profile, "_Measuring", lambda *a: measured.append(a[2]) or measuring(*a))
     monkeypatch.setattr(Runner, "run", lambda *_, **__: Ran(1, 1.0))
     monkeypatch.setattr(bench, "TINY_CASES", [Case("stack", stack, 16, (800 * KIB, 1600 * KIB))])
     results, _, _ = bench.measure(tmp_path, tiny=True)

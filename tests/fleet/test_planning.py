@@ -13,7 +13,7 @@ from fleetx import fleet, memory
 from fleetx.fleet import planning as planning_module
 from fleetx.fleet.consumption import Consumption, Taken
 from fleetx.notices import _told
-from fleetx.planner import cache, road
+from fleetx.planner import agreement, cache, driver
 from fleetx.planner.fitting import DoesNotFit
 from fleetx.planner.lines import Line
 from fleetx.planner.plan import Plan, fingerprint_of
@@ -173,10 +173,8 @@ def test_plans_of_a_strategy_refuse_other_models(monkeypatch, tmp_path):
 
 
 def test_the_curve_of_a_plan_is_asked_once_however_many_plans_are_tried(monkeypatch):
-    asked, made = [], planning_module.plan_for
-    monkeypatch.setattr(
-        planning_module, "plan_for", lambda *a, **k: asked.append(k.get("curve", True)) or made(*a, **k)
-    )
+    asked, made = [], agreement.plan_for
+    monkeypatch.setattr(agreement, "plan_for", lambda *a, **k: asked.append(k.get("curve", True)) or made(*a, **k))
     monkeypatch.setattr(Tryout, "run", lambda _, plan: plan.with_measurement(int(plan.peak * 1.1), plan.seconds))
     model, optimizer = prepared(strategy({"memory_budget": "4MiB"}))
     by_step(model, optimizer, batches(1))
@@ -264,16 +262,16 @@ def half_blind(measure):
     return measured
 
 
-def trusting(profile, _tryout, make, _largest):
+def trusting(profile, made):
     """No trial before the first update."""
-    plan = make(profile)
+    plan = made.plan_from(profile)
     return Verified(plan, profile, plan.peak)
 
 
 def test_a_first_update_that_takes_more_makes_a_new_plan_and_no_step_is_lost_or_doubled(monkeypatch):
     plain, _, _ = trained(strategy(None), "Step")
-    monkeypatch.setattr(road, "measure", half_blind(road.measure))
-    monkeypatch.setattr(road, "until_verified", trusting)
+    monkeypatch.setattr(driver, "measure", half_blind(driver.measure))
+    monkeypatch.setattr(driver, "until_verified", trusting)
     plans = []
     put_on = planning_module.Planning._put_on
     monkeypatch.setattr(

@@ -35,6 +35,7 @@ from fleetx.planner.updating import cost_of_update
 from fleetx.planner.verify import until_verified
 from fleetx.strategy import DistributedStrategy
 from tests.memory.zoo import Gpt, UNet, ViT
+from tests.planner.drivers import FakeDriver
 
 FEW_STATES = (State("everything"), State("inputs"))
 
@@ -107,14 +108,14 @@ def test_a_plan_that_takes_more_than_predicted_is_made_anew_until_it_fits():
         made.append(plan_for(profile, memory=memory, global_batch=120, curve=False))
         return made[-1]
 
-    plan, corrected, first_peak, *_ = until_verified(half_blind(profile), Tryout(feeding, sample), make)
+    plan, corrected, first_peak, *_ = until_verified(half_blind(profile), FakeDriver(make, Tryout(feeding, sample)))
     assert 1 < len(made) <= 4
     assert first_peak == made[0].peak
     assert made[0].micro_batch > 8 >= plan.micro_batch
     assert plan.measured.peak <= memory * 1.03
     assert corrected.unexplained.per_sample > 0
     assert plan.peak_by_kind["unexplained"] > 0
-    exact = until_verified(profile, Tryout(feeding, sample), make).plan
+    exact = until_verified(profile, FakeDriver(make, Tryout(feeding, sample))).plan
     assert exact.measured.peak == pytest.approx(exact.peak, rel=0.03)
 
 
@@ -147,7 +148,7 @@ def test_a_plan_that_takes_less_than_predicted_makes_room_for_a_faster_one(state
         made.append(plan_for(profile, memory=memory, global_batch=batch, one_forward=one_forward, curve=False))
         return made[-1]
 
-    plan = until_verified(with_kept(profile, 1.3), Tryout(feeding, sample), make).plan
+    plan = until_verified(with_kept(profile, 1.3), FakeDriver(make, Tryout(feeding, sample))).plan
     assert 1 < len(made) <= 4
     assert plan.seconds < made[0].seconds
     assert plan.micro_batch > made[0].micro_batch or plan.states.count(FEW_STATES[1]) < made[0].states.count(

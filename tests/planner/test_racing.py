@@ -9,6 +9,7 @@ from fleetx.planner.making import plan_for
 from fleetx.planner.plan import Plan
 from fleetx.planner.racing import fastest_in_reality
 from fleetx.planner.verify import Tried, Verified
+from tests.planner.drivers import FakeDriver
 from tests.planner.profiles import transformer
 
 GIB = 2**30
@@ -28,7 +29,7 @@ def raced(seconds, make=make, peak=lambda plan: plan.peak, profile=None):
     first = make(profile)
     begun = run(first).verified(first.peak)
     del ran[:]
-    return first, fastest_in_reality(begun, make, run, lambda plan: plan.measured.seconds), ran
+    return first, fastest_in_reality(begun, FakeDriver(make, run=run)), ran
 
 
 def as_predicted(plan):
@@ -206,7 +207,7 @@ def test_a_runner_up_for_which_there_is_no_room_any_more_does_not_run():
     first = make(profile)
     short = profile.corrected(first.micro_batch, 100 * GIB)
     begun = Verified(first.with_measurement(first.peak, 1.0), short, first.peak)
-    assert fastest_in_reality(begun, make, pytest.fail, lambda plan: plan.measured.seconds) is begun
+    assert fastest_in_reality(begun, FakeDriver(make, run=pytest.fail)) is begun
 
 
 def test_a_preference_for_what_is_not_among_the_fastest_changes_nothing():

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fleetx.planner import allocator, profile, timing
+from fleetx.planner.agreement import ALONE
 from fleetx.planner.blocks import find_blocks
 from fleetx.planner.chain import State
 from fleetx.planner.counting import EVERYTHING, Counting
@@ -19,6 +20,7 @@ from fleetx.planner.tracing import Trace, trace
 from fleetx.planner.trials import Pinned, Trials
 from fleetx.planner.tryout import Tryout
 from fleetx.slicing import batch_size
+from tests.planner.drivers import Others
 
 INPUTS = State("inputs")
 STATES = (EVERYTHING, INPUTS)
@@ -38,14 +40,14 @@ def measured(cuts=CUTS, **others):
     return measure(Feeding(model), sample, cuts, **settings)
 
 
-def trials_of(everywhere=bool):
+def trials_of(agreement=ALONE):
     model, sample = linears()
-    return Trials(Feeding(model), sample, CUTS, everywhere=everywhere)
+    return Trials(Feeding(model), sample, CUTS, agreement=agreement)
 
 
-def timing_on_a_device(monkeypatch, everywhere=bool, counted=None):
+def timing_on_a_device(monkeypatch, agreement=ALONE, counted=None):
     """Timing that believes in a GPU with plenty of memory."""
-    trials = trials_of(everywhere)
+    trials = trials_of(agreement)
     trials.on_gpu = True
     monkeypatch.setattr(trials, "has_room", lambda size: True)
     return Timing(trials, trace(trials.feeding, trials.sample), counted or measured(), STATES)
@@ -147,7 +149,7 @@ def test_a_step_that_does_not_fit_on_another_worker_ends_the_growth_too(monkeypa
         asked.append(here)
         return False
 
-    found = timing_on_a_device(monkeypatch, everywhere)
+    found = timing_on_a_device(monkeypatch, Others(everywhere=everywhere))
     monkeypatch.setattr(found, "_members", lambda state, size: [0])
     assert found.sizes() == (2, 4)
     # Both steps fitted here: the other worker was asked after each of them, and whether the first one took long.
@@ -156,7 +158,7 @@ def test_a_step_that_does_not_fit_on_another_worker_ends_the_growth_too(monkeypa
 
 @pytest.mark.parametrize(("seconds", "longest", "count"), [(0.1, 0.1, 3), (0.3, 0.1, 3), (0.3, 0.3, 2)])
 def test_long_steps_are_timed_less_often_if_they_are_long_on_all_workers(monkeypatch, seconds, longest, count):
-    found = timing_on_a_device(monkeypatch, lambda here: here and longest > 0.2)
+    found = timing_on_a_device(monkeypatch, Others(everywhere=lambda here: here and longest > 0.2))
     found._frugal_rounds[8] = [Figures([seconds], [0.0], (0.0, 0.0))]
     assert found._count(8) == count
     assert found._count(16) == 3  # of which nothing is known
@@ -176,7 +178,7 @@ def counting_with(monkeypatch, *answers):
     """Counting whose questions are answered so by all workers together; and the steps that ran."""
     left, steps, step = list(answers), [], Watch.step
     monkeypatch.setattr(Watch, "step", lambda *given: steps.append(1) or step(*given))
-    return Counting(trials_of(lambda here: left.pop(0)), 0.0, 0.0, sends=True), steps
+    return Counting(trials_of(Others(everywhere=lambda here: left.pop(0))), 0.0, 0.0, sends=True), steps
 
 
 def test_what_did_not_fit_on_another_worker_is_not_sent_to_the_host(monkeypatch):

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import fleetx
-from fleetx.planner import cache, tryout, verify
+from fleetx.planner import agreement, cache, tryout, verify
+from fleetx.planner.agreement import ALONE
 from fleetx.planner.feeding import Feeding
 from fleetx.planner.fitting import DoesNotFit
 from fleetx.planner.lines import Line
@@ -16,6 +17,7 @@ from fleetx.planner.observing import Watch
 from fleetx.planner.plan import Moment
 from fleetx.planner.profile import measure
 from fleetx.planner.tryout import Tryout
+from tests.planner.drivers import FakeDriver, Others
 from tests.planner.profiles import transformer
 
 GIB = 2**30
@@ -51,8 +53,8 @@ def taking(monkeypatch, *took):
     monkeypatch.setattr(Tryout, "run", tried)
 
 
-def found(make, largest=int):
-    return verify.until_verified(transformer(4), TRYOUT, make, largest).plan
+def found(make, agreement=ALONE):
+    return verify.until_verified(transformer(4), FakeDriver(make, TRYOUT, agreement)).plan
 
 
 def test_a_plan_within_the_budget_is_kept_if_no_further_one_is_possible(monkeypatch):
@@ -79,7 +81,7 @@ def test_the_same_plan_is_not_tried_again_but_says_what_is_known(monkeypatch, pa
     base = make(transformer(4))
     moments = (Moment("end", "backward", GIB, 2 * GIB),)
     taking(monkeypatch, (int(base.peak * part), 5.0, moments))  # a second trial would fail
-    plan, profile, first_peak, *_ = verify.until_verified(transformer(4), TRYOUT, make)
+    plan, profile, first_peak, *_ = verify.until_verified(transformer(4), FakeDriver(make, TRYOUT))
     assert first_peak == base.peak
     assert plan.states == base.states
     assert plan.peak == pytest.approx(plan.measured.peak, rel=rest)
@@ -99,7 +101,7 @@ def test_an_update_that_was_not_tried_is_still_predicted(monkeypatch):
     assert base.peak_by_kind["update"] == 4 * GIB
     assert base.peak_of_trial < 0.9 * base.peak
     taking(monkeypatch, (base.peak_of_trial, 5.0))
-    assert verify.until_verified(profile, TRYOUT, make).plan.peak == base.peak
+    assert verify.until_verified(profile, FakeDriver(make, TRYOUT)).plan.peak == base.peak
 
 
 @pytest.mark.parametrize("took", [None, (17 * GIB, 5.0)])
@@ -120,7 +122,7 @@ def test_if_there_is_no_room_with_all_caution_less_is_allowed_for(monkeypatch):
         heard.append(profile.unexplained.per_sample)
         return make(profile)
 
-    chosen = verify.until_verified(transformer(4), TRYOUT, listening)
+    chosen = verify.until_verified(transformer(4), FakeDriver(listening, TRYOUT))
     assert chosen.plan.seconds == 6
     assert chosen.profile.unexplained.per_sample == heard[3]
     assert heard[2] - heard[1] == pytest.approx(2 * more / 2, rel=0.2)  # the second one has two samples
@@ -156,7 +158,7 @@ def test_what_differed_is_allowed_for_in_the_next_plan(monkeypatch, part, sign):
         heard.append(profile)
         return make(profile)
 
-    chosen = verify.until_verified(transformer(4), TRYOUT, listening)
+    chosen = verify.until_verified(transformer(4), FakeDriver(listening, TRYOUT))
     before, after = (profile.chain(1).fixed_bytes for profile in heard)
     assert (after - before) * sign > 0
     assert chosen.plan.seconds == 4
@@ -167,7 +169,7 @@ def test_a_plan_that_took_less_goes_with_the_profile_that_it_was_made_of(monkeyp
     """With the corrected one the same plan would pass for a smaller one, when memory runs out."""
     base, make = plans(5)
     taking(monkeypatch, (int(base.peak * 0.8), 5.0))
-    assert verify.until_verified(transformer(4), TRYOUT, make).profile == transformer(4)
+    assert verify.until_verified(transformer(4), FakeDriver(make, TRYOUT)).profile == transformer(4)
 
 
 def test_a_plan_that_ran_out_of_memory_comes_last(monkeypatch):
@@ -193,7 +195,7 @@ def test_workers_whose_trials_differ_take_the_same_plan(monkeypatch):
             return max(number, next(heard, 0))
 
         said[worker].clear()
-        chosen.append(found(plans(4, 5, 6, 7)[1], largest).seconds)
+        chosen.append(found(plans(4, 5, 6, 7)[1], Others(largest)).seconds)
     assert chosen[1:] == [7, 7]
 
 
@@ -208,8 +210,8 @@ def test_a_time_far_off_is_noted_and_its_profile_is_forgotten(monkeypatch, facto
 
 
 def test_what_other_budgets_would_give_is_asked_once_however_many_plans_are_tried(monkeypatch):
-    asked, made = [], fleetx.planner.plan_for
-    monkeypatch.setattr(fleetx.planner, "plan_for", lambda *a, **k: asked.append(k.get("curve", True)) or made(*a, **k))
+    asked, made = [], agreement.plan_for
+    monkeypatch.setattr(agreement, "plan_for", lambda *a, **k: asked.append(k.get("curve", True)) or made(*a, **k))
     monkeypatch.setattr(Tryout, "run", lambda _, plan: plan.with_measurement(int(plan.peak * 1.1), plan.seconds))
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
     plan = fleetx.plan(model, (torch.randn(2, 4),), memory="1MiB", bandwidth=0.0, verify=True)

@@ -66,7 +66,7 @@ class Reducer:
         self.overlap: Overlap | None = None
         self._own = own
         self.late = late
-        self._late_numbers: Callable[[], Tensor | None] = type(None)
+        self._late_numbers: Callable[[], Tensor] | None = None
         self._workers = dist.get_world_size()
         self.messages = 0
         self._views: list[Tensor] = [torch.empty(0)] * len(self.parameters)
@@ -118,7 +118,7 @@ class Reducer:
         extras: Sequence[Tensor | float],
         prescale: float | Tensor = 1.0,
         own: Sequence[Tensor | float] = (),
-        late: Callable[[], Tensor | None] = type(None),
+        late: Callable[[], Tensor] | None = None,
     ) -> Generator[None]:
         """Around the backward that ends a window: each bucket leaves as soon as it is complete.
 
@@ -265,8 +265,8 @@ class Reducer:
         self.parameters[index].grad = self._views[index]
 
     def _send(self, bucket: _Bucket) -> None:
-        if bucket is self._buckets[-1] and (numbers := self._late_numbers()) is not None:
-            self.late_sums.copy_(numbers)
+        if bucket is self._buckets[-1] and self._late_numbers is not None:
+            self.late_sums.copy_(self._late_numbers())
         if not (isinstance(self._prescale, float) and self._prescale == 1.0):
             bucket.payload.mul_(self._prescale)
         numbers = bucket.buffer

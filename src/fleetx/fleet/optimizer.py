@@ -358,7 +358,7 @@ def _engine(
             updater.parameters,
             _reducer_settings(strategy),
             partial(_terms, settings, updater, scaler),
-            late=partial(_measured, noise, updater),
+            late=None if noise is None else partial(_measured, noise, updater),
         ),
         updater=updater,
         k_steps=k_steps,
@@ -377,9 +377,9 @@ def _terms(settings: str, updater: Updater, scaler: LossScaler | None) -> list[s
     return [settings, "no loss scale" if scaler is None else scaler.described(), *described(updater)]
 
 
-def _measured(noise: "NoiseScale | None", updater: Updater) -> Tensor | None:
+def _measured(noise: "NoiseScale", updater: Updater) -> Tensor:
     """What travels with the gradients of a window."""
-    return None if noise is None else noise.numbers(updater.parameters())
+    return noise.numbers(updater.parameters())
 
 
 def _mention_open_window(reference: "weakref.ref[DistributedOptimizer]") -> None:

@@ -5,10 +5,9 @@ All workers have the same plan: budgets are the least of all, peaks the largest,
 
 import json
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,15 +18,14 @@ from fleetx.comm import sharing, world
 from fleetx.fleet.consumption import Consumption
 from fleetx.memory import Applied, applied_to
 from fleetx.notices import tell_once
-from fleetx.planner.allocator import with_batch_there, with_others
+from fleetx.planner.agreement import Agreement
 from fleetx.planner.budget import budget_on, free_on
 from fleetx.planner.costs import Profile
+from fleetx.planner.driver import Driver, Request
 from fleetx.planner.feeding import Feeding
 from fleetx.planner.fitting import DoesNotFit, Words
-from fleetx.planner.making import plan_for
 from fleetx.planner.plan import Plan
 from fleetx.planner.profile import NO_LOSS
-from fleetx.planner.road import Road, with_curve
 from fleetx.planner.updating import tensors_of
 from fleetx.planner.verify import MOST_PLANS, allowed
 from fleetx.slicing import Batch
@@ -66,6 +64,7 @@ class Planning:
         self._optimizer: Any = lambda: None
         self._on_change = on_change  # told when another plan is on the model
         self._profile: Profile | None = None
+        self._together: Any = None
         self._question: dict[str, Any] = {}
         self._unchecked = CHECKED
         self._consumption: Consumption | None = None
@@ -117,53 +116,38 @@ class Planning:
         configs, device = self.strategy.recompute_configs, feeding.device
         self._compile_options = compile_options
         budget, notes = budget_on(device, configs.memory_budget)
-        self._question = {
-            "memory": sharing.least(budget, device),
-            "global_batch": sharing.most(samples, device),
-            "k_steps": k_steps,
-        }
-
-        road = Road(
+        self._together = Together(device)
+        request = Request(
             feeding,
             batch,
-            self.optimizer.inner,
+            memory=sharing.least(budget, device),
+            global_batch=sharing.most(samples, device),
+            optimizer=self.optimizer.inner,
+            k_steps=k_steps,
             compile=self.strategy.compile if compile is None else compile,
             bandwidth=None if configs.enable_offload else 0.0,
-            everywhere=lambda so_here: bool(sharing.least(int(so_here), device)),
-            largest=lambda number: sharing.most(number, device),
+            words=WORDS if self.door == "Step" else WORDS_OF_SLICES,
+            trainer=self.optimizer,
+            more_bytes=self._more_bytes(),
+            keeps_gradients=world.size() > 1,  # in the buckets that are sent
+            notes=notes,
+            no_loss=_LOSS_UNSEEN if self.door == "minimize" else NO_LOSS,
         )
-
-        def with_everything(profile: Profile) -> Profile:
-            known = self._with_everything(profile, batch, device)
-            return replace(known, notes=(*self._notes_here(profile), *notes))
-
-        # The first worker's for all: another one's batch may be cut elsewhere, and all must measure the same.
-        ways = json.loads(sharing.from_first(json.dumps(list(road.ways())), device))
-        found = road.first_plan(ways, partial(self._made, curve=False), complete=with_everything)
-        found = with_curve(found, self._made)
+        found = Driver(request, self._together).plan()
         self._profile = found.profile
-        self._question["prefer"] = found.prefer
+        self._question = request.question | {"prefer": found.prefer}
         self._consumption = Consumption(device)
         self._put_on(replace(found.plan, planning_seconds=host_seconds() - began))
 
-    def _with_everything(self, profile: Profile, batch: Batch, device: torch.device) -> Profile:
-        """The profile with what only this job has: masters, compressed gradients, a whole batch, tensors of others."""
-        engine = self.optimizer.engine
-        fixed = with_others(profile.fixed, self.model, self.optimizer, batch, device)
+    def _more_bytes(self) -> dict[str, int]:
+        """What only this job has: masters, and compressed gradients."""
+        more = {}
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        if engine.updater.masters is not None:
-            fixed["master weights"] = sum(4 * p.numel() for p in parameters if p.element_size() < 4)
+        if self.optimizer.engine.updater.masters is not None:
+            more["master weights"] = sum(4 * p.numel() for p in parameters if p.element_size() < 4)
         if world.size() > 1 and (self.strategy.fp16_allreduce or self.strategy.bf16_allreduce):
-            fixed["compressed gradients"] = sum(2 * p.numel() for p in parameters)
-        if world.size() > 1:
-            profile = replace(profile, gradient_parts=())  # they stay in the buckets that are sent
-        return with_batch_there(replace(profile, fixed=fixed), batch, device)
-
-    def _notes_here(self, profile: Profile) -> list[str]:
-        """`minimize` is given a loss, but not what makes it: nobody could give that to the planner."""
-        if self.door != "minimize":
-            return list(profile.notes)
-        return [_LOSS_UNSEEN if note == NO_LOSS else note for note in profile.notes]
+            more["compressed gradients"] = sum(2 * p.numel() for p in parameters)
+        return more
 
     # Afterwards ------------------------------------------------------------------------------------------
 
@@ -225,7 +209,7 @@ class Planning:
             now = min(now, free_on(device))  # another process may have taken the rest
         budget = sharing.least(min(int(now * SMALLER), self._question["memory"]), device)
         try:
-            made = self._made(self._profile, memory=budget, below=self.plan.peak)
+            made = self._smaller(budget)
         except DoesNotFit as error:
             out = failure or torch.OutOfMemoryError("another worker ran out of memory.")
             out.add_note(f"FleetX: no smaller plan is possible: {error}")
@@ -239,25 +223,20 @@ class Planning:
 
     # How -------------------------------------------------------------------------------------------------
 
-    def _made(self, profile: Profile | None, below: int | None = None, **changed: Any) -> Plan:
-        """The first worker's plan; with `below`, any that takes less than that will do if the budget is too small.
+    def _made(self, profile: Profile, **changed: Any) -> Plan:
+        """The first worker's plan. Like those of `fleetx.plan` it refuses other models, wherever it may be loaded."""
+        return self._together.plan_for(profile, **{**self._question, **changed}).of(self.model)
 
-        Like those of `fleetx.plan` it refuses other models, wherever it may be saved and loaded.
-        """
-        device = next(self.model.parameters()).device
-        said = _said(lambda: self._solved(profile, below, changed)) if world.rank() == 0 else ""
-        return _heard(sharing.from_first(said, device)).of(self.model)
-
-    def _solved(self, profile: Profile | None, below: int | None, changed: Mapping[str, Any]) -> Plan:
-        assert profile is not None
-        question = {**self._question, **changed}
-        words = WORDS if self.door == "Step" else WORDS_OF_SLICES
+    def _smaller(self, budget: int) -> Plan:
+        """A plan within a budget, or if there is none any that takes less than the present one."""
+        assert self.plan is not None
+        assert self._profile is not None
         try:
-            return plan_for(profile, **question, words=words)
+            return self._made(self._profile, memory=budget)
         except DoesNotFit as error:
-            if below is None or error.least_memory is None or error.least_memory >= below:
+            if error.least_memory is None or error.least_memory >= self.plan.peak:
                 raise
-            return plan_for(profile, **question | {"memory": error.least_memory}, words=words)
+            return self._made(self._profile, memory=error.least_memory)
 
     def _put_on(self, plan: Plan) -> None:
         self.take_off()
@@ -294,15 +273,33 @@ def plannings_with(parameters: list[Tensor]) -> Iterator[Planning]:
             yield planning
 
 
-def _said(make: Callable[[], Plan]) -> str:
-    """A plan, or why there is none, as text for the other workers."""
-    try:
-        return make().to_json()
-    except DoesNotFit as error:
-        return json.dumps({"does not fit": [str(error), error.least_memory, error.largest_micro_batch]})
+class Together(Agreement):
+    """All workers of a job."""
 
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
-def _heard(text: str) -> Plan:
-    if text.startswith('{"does not fit"'):
-        raise DoesNotFit(*json.loads(text)["does not fit"])
-    return Plan.from_json(text)
+    def everywhere(self, so_here: bool) -> bool:
+        """Whether something is so on all workers."""
+        return bool(sharing.least(int(so_here), self._device))
+
+    def largest(self, number: int) -> int:
+        """The largest of all workers' numbers."""
+        return sharing.most(number, self._device)
+
+    def first(self, names: list[list[str]]) -> list[list[str]]:
+        """The first worker's."""
+        return json.loads(sharing.from_first(json.dumps(names), self._device))
+
+    def plan_for(self, profile: Profile, **question: Any) -> Plan:
+        """The first worker's plan, or why it has none."""
+        said = ""
+        if world.rank() == 0:
+            try:
+                said = super().plan_for(profile, **question).to_json()
+            except DoesNotFit as error:
+                said = json.dumps({"does not fit": [str(error), error.least_memory, error.largest_micro_batch]})
+        heard = sharing.from_first(said, self._device)
+        if heard.startswith('{"does not fit"'):
+            raise DoesNotFit(*json.loads(heard)["does not fit"])
+        return Plan.from_json(heard)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,16 +12,14 @@ from fleetx.clock import host_seconds
 from fleetx.memory import applied_to
 from fleetx.memory.refusing import HAS_A_PLAN
 from fleetx.planner import asked
-from fleetx.planner.allocator import with_batch_there, with_others
 from fleetx.planner.blocks import find_blocks
 from fleetx.planner.budget import budget_on
-from fleetx.planner.costs import Profile
+from fleetx.planner.driver import Driver, Request
 from fleetx.planner.feeding import Feeding
 from fleetx.planner.fitting import OF_PLAN, DoesNotFit, Words
 from fleetx.planner.making import plan_for
 from fleetx.planner.plan import Plan
 from fleetx.planner.profile import measure
-from fleetx.planner.road import Road, with_curve
 from fleetx.slicing import Batch, batch_size
 
 __all__ = ["DoesNotFit", "Feeding", "Plan", "find_blocks", "measure", "plan", "plan_for"]
@@ -88,22 +85,23 @@ def plan(
     budget, notes = budget_on(feeding.device, None if memory is None else asked.amount("memory", memory))
     cap = None if host_memory is None else asked.amount("host_memory", host_memory)
     asked.check_slices(batch, k_steps, words, one_forward=one_forward, even=even)
-
-    question: dict[str, Any] = {"memory": budget, "host_memory": cap, "global_batch": batch}
-    question |= {"k_steps": None if one_forward else k_steps, "one_forward": one_forward, "even": even}
-
-    def make(profile: Profile, *, curve: bool = True, prefer: int | None = None) -> Plan:
-        asked.check_smallest(batch, k_steps, words, profile.smallest)
-        return plan_for(profile, **question, curve=curve, prefer=prefer, words=words)
-
-    def with_what_is_known(profile: Profile) -> Profile:
-        fixed = with_others(profile.fixed, model, optimizer, sample, feeding.device)
-        known = replace(profile, fixed=fixed, notes=(*profile.notes, *notes, *asked.doubts(model, optimizer)))
-        return with_batch_there(known, sample, feeding.device, batch / batch_size(sample))
-
-    road = Road(feeding, sample, optimizer, compile, bandwidth, cached)
-    ways = road.ways() if isinstance(checkpoints, str) else [asked.cuts_at(model, checkpoints)]
-    found = road.first_plan(ways, partial(make, curve=not verify), complete=with_what_is_known, verify=verify)
-    if verify:
-        found = with_curve(found, make)
-    return replace(found.plan, planning_seconds=host_seconds() - began)
+    request = Request(
+        feeding,
+        sample,
+        memory=budget,
+        global_batch=batch,
+        optimizer=optimizer,
+        host_memory=cap,
+        k_steps=None if one_forward else k_steps,
+        one_forward=one_forward,
+        even=even,
+        compile=compile,
+        bandwidth=bandwidth,
+        cached=cached,
+        checkpoints=None if isinstance(checkpoints, str) else asked.cuts_at(model, checkpoints),
+        verify=verify,
+        words=words,
+        batch_times=batch / batch_size(sample),
+        notes=(*notes, *asked.doubts(model, optimizer)),
+    )
+    return replace(Driver(request).plan().plan, planning_seconds=host_seconds() - began)

@@ -47,7 +47,7 @@ class Counting:
     def sizes(self) -> tuple[int, int]:
         """Two samples and four; on a device with plenty of room more, where what is constant stands out less."""
         size = 2
-        while self.trials.on_gpu and size < _MOST and self.trials.everywhere(self._keeps_all(4 * size)):
+        while self.trials.on_gpu and size < _MOST and self.trials.agreement.everywhere(self._keeps_all(4 * size)):
             size *= 2
         return size, 2 * size
 
@@ -57,7 +57,8 @@ class Counting:
         With few samples the peak of a backward is where gradients of weights come into being; with many somewhere else.
         """
         size = sizes[0]
-        while self.trials.everywhere(self._is_light(size) and self._keeps_all(4 * size)) and self._is_quick(size):
+        everywhere = self.trials.agreement.everywhere
+        while everywhere(self._is_light(size) and self._keeps_all(4 * size)) and self._is_quick(size):
             size *= 2
         return sizes if size <= sizes[1] else (*sizes, size, 2 * size)
 
@@ -71,7 +72,7 @@ class Counting:
         batch, began = self.trials.batch(size), host_seconds()
         with torch.enable_grad():
             self.trials.feeding.loss(batch)
-        return self.trials.everywhere(host_seconds() - began < _LONG)
+        return self.trials.agreement.everywhere(host_seconds() - began < _LONG)
 
     def segments(
         self, states: Sequence[State], sizes: Sequence[int], say: Callable[[str], None]
@@ -106,7 +107,7 @@ class Counting:
         """
         few = self._most_of_tail()
         counted = self._bytes(state, many)
-        if not self.trials.everywhere(counted is not None) or counted is None:
+        if not self.trials.agreement.everywhere(counted is not None) or counted is None:
             return self.tail(sizes)
         beyond = Line.through(sizes[-2:], [a - b for a, b in zip(few[-2:], self._tails[state][-2:], strict=True)])
         last = counted.tail_bytes + beyond.at(many)
@@ -131,7 +132,7 @@ class Counting:
 
     def _may_try(self, state: State, size: int) -> bool:
         """Whether there is room; a model without cuts has no other state, and is tried at all events."""
-        return state != EVERYTHING or not self.trials.cuts or self.trials.everywhere(self._keeps_all(size))
+        return state != EVERYTHING or not self.trials.cuts or self.trials.agreement.everywhere(self._keeps_all(size))
 
     def _keeps_all(self, size: int) -> bool:
         return self.trials.has_room(_WORKING * self.saved * size)
@@ -142,13 +143,13 @@ class Counting:
         After each trial the workers agree on whether it fitted, so that none of them runs a further one alone.
         """
         here = self._bytes(state, size)
-        if not self.trials.everywhere(here is not None) or here is None:
+        if not self.trials.agreement.everywhere(here is not None) or here is None:
             return None
         if not self.sends:
             return Counted(here, None)
         with all_worth_moving():
             away = self._bytes(state._replace(home="host"), size, here)
-        return Counted(here, away if self.trials.everywhere(away is not None) else None)
+        return Counted(here, away if self.trials.agreement.everywhere(away is not None) else None)
 
     def _bytes(self, state: State, size: int, here: Bytes | None = None) -> Bytes | None:
         trials, batch = self.trials.for_counting(), self.trials.batch(size)

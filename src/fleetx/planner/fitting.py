@@ -1,8 +1,7 @@
-"""What is said if no plan is within the budget; and the choice between ways to cut a model by whether one is."""
+"""What is said if no plan is within the budget."""
 
 import math
-from collections.abc import Callable, Iterable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from fleetx.planner.search import Search
 from fleetx.units import format_apart, format_bytes, parse_bytes
@@ -32,20 +31,6 @@ class DoesNotFit(ValueError):  # noqa: N818 - it reads as what it says
         super().__init__(message)
         self.least_memory = least_memory
         self.largest_micro_batch = largest_micro_batch  # 0 if not even one sample fits
-
-
-T = TypeVar("T")
-
-
-def first_that_fits(ways: Iterable[list[str]], attempt: Callable[[list[str]], T]) -> T:
-    """What `attempt` makes of the first way to cut a model that has a plan; else why the most frugal way has none."""
-    failures = []
-    for cuts in ways:
-        try:
-            return attempt(cuts)
-        except DoesNotFit as error:
-            failures.append(error.with_traceback(None))  # it would hold the batch
-    raise min(failures, key=lambda error: math.inf if error.least_memory is None else error.least_memory)
 
 
 def does_not_fit(

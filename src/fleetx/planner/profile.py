@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from fleetx.planner import cache, link
+from fleetx.planner.agreement import ALONE, Agreement
 from fleetx.planner.allocator import gaps_on, let_segments_grow, reserve_on
 from fleetx.planner.chain import State
 from fleetx.planner.costs import Profile
@@ -40,9 +41,7 @@ _NO_BLOCKS = (
     "no modules to cut at were found, each of which must run once in a forward: the plan chooses the micro-batch "
     "alone, and nothing is recomputed."
 )
-_NOTHING_COMPILED = (
-    "segments are what compile=True compiles, and there are none: give the model compiled by torch.compile."
-)
+_NOTHING_COMPILED = "segments are what compile=True compiles, and there are none: nothing is compiled."
 _NOT_COMPILED = "bytes are those of code that is not compiled: on a CPU others cannot be counted."
 COMPILED_STATES = (EVERYTHING, State("inputs"), _NARROW)  # each kind of dear outputs is a compilation of its own
 
@@ -58,14 +57,13 @@ def measure(
     sizes: tuple[int, int] | None = None,
     bandwidth: float | None = None,
     cached: bool = True,
-    everywhere: Callable[[bool], bool] = bool,
+    agreement: Agreement = ALONE,
 ) -> Profile:
     """The profile of a model that is cut at these modules, in each of these states.
 
     `sizes`: the two micro-batches to measure at; chosen by what the device does with them if not given. `bandwidth`:
-    of the host link, measured if not given. `cached`: looked up on disk, and kept there. `everywhere` makes of what is
-    so on this worker whether it is so on all of them: a forward in which workers wait for each other must run as often
-    on each, whatever its clock, its free memory and its disk say.
+    of the host link, measured if not given. `cached`: looked up on disk, and kept there. Workers with an `agreement`
+    run the same trials.
     """
     let_segments_grow(feeding.device)
     states = states or (COMPILED_STATES if compile else STATES)
@@ -73,9 +71,9 @@ def measure(
     known = cache.load(key) if cached else None
     if known is not None and {segment.name for segment in known.segments} != set(cuts):
         known = None  # somebody put another one in its place
-    if everywhere(known is not None) and known is not None:
+    if agreement.everywhere(known is not None) and known is not None:
         return known
-    measuring = _Measuring(feeding, sample, cuts, compile, states, everywhere)
+    measuring = _Measuring(feeding, sample, cuts, compile, states, agreement)
     try:
         profile = measuring.profile(optimizer, sizes, bandwidth)
     finally:
@@ -124,14 +122,14 @@ class _Measuring:
         cuts: Sequence[str],
         compile: bool,
         states: Sequence[State],
-        everywhere: Callable[[bool], bool] = bool,
+        agreement: Agreement = ALONE,
     ) -> None:
         self.feeding = feeding
         self.sample = sample
         self.lacked_room = False
         self.seen = trace(feeding, sample)
         self.states = list(states) if cuts else [EVERYTHING]
-        self.trials = Trials(feeding, sample, self._once(cuts), compile, everywhere)
+        self.trials = Trials(feeding, sample, self._once(cuts), compile, agreement)
 
     def _once(self, cuts: Sequence[str]) -> list[str]:
         once = {call.name: call for call in self.seen.once}
@@ -156,7 +154,7 @@ class _Measuring:
         block = largest_growth(self.seen, more) if device.type == "cuda" else 0.0  # elsewhere none leaves gaps
         grows = max(0, more.saved - self.seen.saved) / (more.samples - self.seen.samples)
         saved = self.seen.saved / self.seen.samples
-        counting = Counting(self.trials, saved, grows, sends=self.trials.everywhere(rate > 0))
+        counting = Counting(self.trials, saved, grows, sends=self.trials.agreement.everywhere(rate > 0))
         with untouched(model, self.feeding.loss_fn, self.sample), self._progress() as say:
             counted_at = sizes or counting.sizes()
             all_sizes = counted_at if sizes else counting.with_many(counted_at)

@@ -5,36 +5,38 @@ host does not launch in time, shows in the whole only.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
+from fleetx.planner.costs import Profile
 from fleetx.planner.fitting import DoesNotFit
 from fleetx.planner.making import CLOSE, TOLERATED
 from fleetx.planner.plan import Plan, RunnerUp
-from fleetx.planner.verify import Make, Tried, Verified, is_as_predicted
+from fleetx.planner.verify import Verified, is_as_predicted
+
+if TYPE_CHECKING:
+    from fleetx.planner.driver import Driver
 
 _MOST = 2  # others, beside the one that is predicted to be the fastest
 _CLEARLY = 0.02  # part of the time: by less nothing is decided
 _LEAVES_ROOM = 0.95  # of the memory: a plan that takes no more than this, and no longer either, is the better one
 
 
-def fastest_in_reality(
-    first: Verified, make: Make, run: Callable[[Plan], Tried], seconds_of: Callable[[Plan], float]
-) -> Verified:
+def fastest_in_reality(first: Verified, driver: "Driver") -> Verified:
     """The plan, or one of its runners-up, if that took clearly less time; or if only that was within the budget.
 
-    Also one that leaves more room, if it took no longer. `run` tries a plan out; `seconds_of` is what one that was
-    tried took.
+    Also one that leaves more room, if it took no longer.
     """
-    least = expected = math.inf if first.beyond else seconds_of(first.plan)
+    least = expected = math.inf if first.beyond else driver.slowest(first.plan)
     peak = first.plan.peak  # predicted, as all others here: what was measured differs from worker to worker
-    best, has_run_again = None, bool(first.beyond)
-    for plan in _others(first, make, expected):
-        tried = run(plan)
-        took = seconds_of(tried.plan)
+    best, has_run_again, profile = None, bool(first.beyond), first.profile
+    for plan in _others(first, driver, expected):
+        tried = driver.run(plan, profile)
+        took = driver.slowest(tried.plan)
         if not tried.beyond and _is_better(took, plan.peak, least, peak) and not has_run_again:
-            first, has_run_again = _at_its_best(first, run, seconds_of), True
-            least = expected = seconds_of(first.plan)
+            first, has_run_again = _at_its_best(first, driver, profile), True
+            least = expected = driver.slowest(first.plan)
         if not tried.beyond and _is_better(took, plan.peak, least, peak):
             least, peak = took, plan.peak
             known = tried if is_as_predicted(plan, tried.peak) else tried.having_learned()
@@ -45,19 +47,19 @@ def fastest_in_reality(
     return best._replace(plan=replace(best.plan, reason=reason))
 
 
-def _at_its_best(first: Verified, run: Callable[[Plan], Tried], seconds_of: Callable[[Plan], float]) -> Verified:
+def _at_its_best(first: Verified, driver: "Driver", profile: Profile) -> Verified:
     """With the time of another run, if that was better: the machine may have been busy with something else before."""
-    again = run(replace(first.plan, measured=None))
-    if again.beyond or seconds_of(again.plan) >= seconds_of(first.plan):
+    again = driver.run(replace(first.plan, measured=None), profile)
+    if again.beyond or driver.slowest(again.plan) >= driver.slowest(first.plan):
         return first
     return first._replace(plan=first.plan.measured_as(again.plan))
 
 
-def _others(first: Verified, make: Make, took: float) -> Iterator[Plan]:
+def _others(first: Verified, driver: "Driver", took: float) -> Iterator[Plan]:
     """Runners-up as plans, as far as there is room for them with what was learned about memory."""
     for other in _worth_trying(first.plan, took):
         try:
-            plan = make(first.profile, prefer=other.k_steps)
+            plan = driver.plan_from(first.profile, other.k_steps)
         except DoesNotFit:
             return  # for none of them; the plan had it all the same
         if plan.k_steps == other.k_steps:

@@ -90,12 +90,12 @@ class Timing:
         half, whole = self._step_seconds(size // 2), self._step_seconds(size)
         if half is None or whole is None:
             return False
-        return not self.trials.everywhere(whole >= _ALMOST_TWICE * half)
+        return not self.trials.agreement.everywhere(whole >= _ALMOST_TWICE * half)
 
     def _step_seconds(self, size: int) -> float | None:
         """Of a frugal step; None if it did not fit on some worker."""
         rounds = self._frugal(size)
-        fits = self.trials.everywhere(rounds is not None)
+        fits = self.trials.agreement.everywhere(rounds is not None)
         return min(map(_whole_step, rounds)) if fits and rounds is not None else None
 
     def _frugal(self, size: int) -> list[Figures] | None:
@@ -111,7 +111,7 @@ class Timing:
             return _ROUNDS
         known = self._frugal_rounds[size]
         is_long = known is not None and min(map(_whole_step, known)) > _LONG
-        return _FEW_ROUNDS if self.trials.everywhere(is_long) else _ROUNDS
+        return _FEW_ROUNDS if self.trials.agreement.everywhere(is_long) else _ROUNDS
 
     def _taken(self, sizes: tuple[int, ...], say: Callable[[str], None]) -> dict[State, list[Seconds]]:
         """The states that there was room for at all sizes."""
@@ -127,7 +127,7 @@ class Timing:
         found = []
         for size in sizes:
             seconds = self._seconds(state, size)
-            if not self.trials.everywhere(seconds is not None) or seconds is None:
+            if not self.trials.agreement.everywhere(seconds is not None) or seconds is None:
                 return None
             found.append(seconds)
         return found
@@ -169,7 +169,7 @@ class Timing:
 
     def _has_room(self, state: State, members: Sequence[int], size: int) -> bool:
         needed = self._needed(self._states(state, members), size)
-        return self.trials.everywhere(self.trials.has_room(needed))
+        return self.trials.agreement.everywhere(self.trials.has_room(needed))
 
     def _places(self) -> list[int]:
         """For each segment how many of its kind come before it."""

@@ -1,6 +1,6 @@
 """A model in trial steps: one choice of states after another, watched at every cut; nothing is left on it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from typing import Any
@@ -12,6 +12,7 @@ from fleetx.clock import wait_for
 from fleetx.memory import Applied, Segment, offload
 from fleetx.memory.arena import HostArena
 from fleetx.memory.offload import Offloader
+from fleetx.planner.agreement import ALONE, Agreement
 from fleetx.planner.chain import State
 from fleetx.planner.feeding import Feeding, placed, resized
 from fleetx.planner.meter import meter_for
@@ -23,10 +24,7 @@ _SHARE = 0.25  # of the free memory that trials may take
 
 
 class Trials:
-    """Runs a model that is cut at these modules.
-
-    `everywhere` makes of what is so on this worker whether it is so on all of them: all must run the same trials.
-    """
+    """Runs a model that is cut at these modules; workers with an agreement run the same trials."""
 
     def __init__(
         self,
@@ -34,14 +32,14 @@ class Trials:
         sample: Batch,
         cuts: Sequence[str],
         compile: bool = False,
-        everywhere: Callable[[bool], bool] = bool,
+        agreement: Agreement = ALONE,
     ) -> None:
         self.feeding = feeding
         # No more than will be tried: the sample may be a whole global batch.
         self.sample = placed(resized(sample, min(batch_size(sample), MOST_SAMPLES)), feeding.device)
         self.cuts = list(cuts)
         self.compile = compile
-        self.everywhere = everywhere
+        self.agreement = agreement
         self.on_gpu = feeding.device.type == "cuda"
         self._compilations: Any = None
         self._pinned = Pinned(feeding.device)

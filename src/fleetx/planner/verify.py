@@ -1,28 +1,23 @@
 """A plan is tried, and made anew if what it took was not what was predicted."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from fleetx.planner.agreement import Agreement
 from fleetx.planner.costs import Profile
 from fleetx.planner.fitting import DoesNotFit
 from fleetx.planner.plan import Plan
 from fleetx.planner.tryout import Tryout
 
+if TYPE_CHECKING:
+    from fleetx.planner.driver import Driver
+
 TOLERANCE = 0.03
 MOST_PLANS = 3
 FAR_OFF = 1.5  # times the predicted seconds, or less than these by as much
-
-
-class Make(Protocol):
-    """Makes a plan from a profile, with so many micro-batches if these are preferred and among the fastest plans."""
-
-    def __call__(self, profile: Profile, *, prefer: int | None = None) -> Plan:
-        """The plan."""
-        ...
 
 
 class Verified(NamedTuple):
@@ -35,20 +30,19 @@ class Verified(NamedTuple):
     prefer: int | None = None  # its micro-batches, if it was not predicted to be the fastest
 
 
-def until_verified(profile: Profile, tryout: Tryout, make: Make, largest: Callable[[int], int] = int) -> Verified:
+def until_verified(profile: Profile, driver: "Driver") -> Verified:
     """Make a plan and run it; if its memory was not as predicted, allow for that and plan again.
 
     At most three times anew; the same plan is not run twice, but has the new figures. The fastest of those that were
     within the budget is returned, or else the most frugal one; it says what it took, and does not promise less. One
-    that ran out of memory is returned unverified. `largest` makes of this worker's number the largest of all workers',
-    so that all of them choose the same plan.
+    that ran out of memory is returned unverified.
     """
     tried: list[Tried] = []
     first_peak = 0
     bolder: Profile | None = None
     for attempt in range(1 + MOST_PLANS):
         try:
-            plan, profile = _made(make, profile, bolder)
+            plan, profile = _made(driver, profile, bolder)
             first_peak = first_peak or plan.peak
         except DoesNotFit:
             if not any(one.beyond == 0 for one in tried):
@@ -57,7 +51,7 @@ def until_verified(profile: Profile, tryout: Tryout, make: Make, largest: Callab
         # All workers were given the same plans, and so all find the same one again, or none.
         known = next((one for one in tried if _is_same(plan, one.plan)), None)
         if known is None:
-            one = tried_out(plan, profile, tryout, largest)
+            one = driver.run(plan, profile)
         else:
             tried.remove(known)
             one = known.with_figures_of(plan, profile)
@@ -71,14 +65,14 @@ def until_verified(profile: Profile, tryout: Tryout, make: Make, largest: Callab
     return min(tried, key=lambda one: one[:2]).verified(first_peak)
 
 
-def _made(make: Make, profile: Profile, bolder: Profile | None) -> tuple[Plan, Profile]:
+def _made(driver: "Driver", profile: Profile, bolder: Profile | None) -> tuple[Plan, Profile]:
     """A plan, and the profile that it was made of: one that allows for less, if there is no room with all caution."""
     try:
-        return make(profile), profile
+        return driver.plan_from(profile), profile
     except DoesNotFit:
         if bolder is None or bolder == profile:
             raise
-        return make(bolder), bolder
+        return driver.plan_from(bolder), bolder
 
 
 class Tried(NamedTuple):
@@ -117,11 +111,11 @@ class Tried(NamedTuple):
         return Verified(plan, self.profile, first_peak, self.beyond)
 
 
-def tried_out(plan: Plan, profile: Profile, tryout: Tryout, largest: Callable[[int], int]) -> Tried:
+def tried_out(plan: Plan, profile: Profile, tryout: Tryout, agreement: Agreement) -> Tried:
     """The plan after a real step, the same on all workers."""
     ran, peak = _ran(plan, tryout)
-    peak = largest(peak)
-    beyond = math.inf if largest(int(not ran.verified)) else max(0.0, peak / plan.memory - 1)
+    peak = agreement.largest(peak)
+    beyond = math.inf if not agreement.everywhere(ran.verified) else max(0.0, peak / plan.memory - 1)
     return Tried(beyond, plan.seconds, peak, ran, profile)
 
 
