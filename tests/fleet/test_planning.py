@@ -62,6 +62,15 @@ def test_a_planned_run_gives_the_bits_of_a_plain_one(door, offload):
     assert "2 micro-batches were asked for" in optimizer.overview()
 
 
+def test_micro_batches_that_a_batch_norm_refuses_are_refused_before_the_first_step():
+    torch.manual_seed(0)
+    layers = (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()) for _ in range(3))
+    model = nn.Sequential(*layers, nn.Linear(4, 4))
+    step = X.Step(model, torch.optim.AdamW(model.parameters()), nn.functional.mse_loss, strategy({}))
+    with pytest.raises(ValueError, match=r"2 samples or more, got 2 .* take gradient_merge_configs.k_steps=1 or less"):
+        step((torch.randn(2, 4), torch.randn(2, 4)))
+
+
 def test_the_first_forward_of_a_loop_is_planned_already(monkeypatch):
     model, optimizer = prepared(strategy({}))
     (x, y), *_ = batches(1, size=8)
