@@ -73,7 +73,7 @@ def test_a_run_trains_compares_checks_and_leaves_its_folder(tmp_path):
     windows = [line for line in windows if "loss" in line]
     assert [line["samples"] for line in windows[:3]] == [512, 512, 413]
     assert len(windows) == 36
-    assert all(line["updated"] and line["samples_per_s"] > 0 for line in windows)
+    assert all(line["updated"] and line["samples_per_s"] > 0 and 0 <= line["comm_hidden"] <= 1 for line in windows)
     assert windows[-1]["loss"] < 0.3 * windows[0]["loss"]
 
     checks = {check["name"]: check for check in json.loads((folder / "checks.json").read_text())["checks"]}

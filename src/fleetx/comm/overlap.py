@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from fleetx.clock import moment, seconds_between
-from fleetx.comm.groups import Message
+from fleetx.comm.groups import Message, backend_of
 
 # With these set, waiting for a message of NCCL holds up the host: looking for its end would hold up the backward.
 _BLOCKING = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
@@ -70,11 +70,11 @@ class Overlap:
         return min(1.0, max(0.0, 1 - waited / under_way)) if under_way > 0 else None
 
 
-def overlap_on(device: torch.device, backend: str) -> Overlap | None:
+def overlap_on(device: torch.device) -> Overlap | None:
     """What follows messages of tensors on this device; None where nothing can without holding them up."""
     if device.type == "cpu":
         return Overlap(device)
-    can_follow = backend == "nccl" and not any(os.environ.get(name) == "1" for name in _BLOCKING)
+    can_follow = backend_of(device) == "nccl" and not any(os.environ.get(name) == "1" for name in _BLOCKING)
     return Overlap(device) if can_follow else None
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fleetx.comm import beats
 from fleetx.comm.buckets import MIB, lay_out
-from fleetx.comm.groups import Groups, GroupSettings, Message, Pipeline, backend_of, groups_for
+from fleetx.comm.groups import Groups, GroupSettings, Message, Pipeline, groups_for
 from fleetx.comm.overlap import Overlap, overlap_on
 from fleetx.names import label, position
 from fleetx.units import format_bytes
@@ -218,8 +218,7 @@ class Reducer:
 
     def _open(self, extras: Sequence[Tensor | float], prescale: float | Tensor, own: Sequence[Tensor | float]) -> None:
         assert (len(extras), len(own)) == (self.extras, self._own)
-        device = self._tail.device
-        self.overlap = overlap_on(device, backend_of(device))
+        self.overlap = overlap_on(self._tail.device)
         self._next = 0
         self._prescale = prescale
         for bucket in self._buckets:
