@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from fleetx.memory import randomness
 from fleetx.memory.attributes import Attributes, Plain, has_same_values, is_unchanged, put_back
+from fleetx.memory.modes import Hooked, hooked_to, rehook
 from fleetx.memory.statistics import is_counting
 from fleetx.memory.tape import pointer_of, version_of
 
@@ -113,6 +114,7 @@ class Snapshot:
     attributes: Attributes
     random: Any
     weights: list[tuple[Slot, Tensor]] = field(default_factory=list)  # copies, as long as nothing is known
+    hooked: Hooked = field(default_factory=list)  # after the forward: a hook may have taken itself off
 
     def require_same(self) -> None:
         """Raise if the module cannot be as it was any more."""
@@ -141,6 +143,7 @@ class Snapshot:
         attributes = [(vars(module), vars(module).copy()) for module in self.modules]
         random = None if self.random is None else randomness.python_state()
         shared: dict[int, Tensor] = {}
+        hooked: Hooked = []
         try:
             for (slot, _), copy in zip(self.copies, _copies([copy for _, copy in self.copies]), strict=True):
                 slot.put(shared.setdefault(id(held[slot]), copy))
@@ -149,8 +152,10 @@ class Snapshot:
             self.attributes.put_back()
             if self.random is not None:
                 randomness.restore_python(self.random)
+            hooked = rehook(self.hooked)
             yield list(shared.values())
         finally:
+            rehook(hooked)
             for slot, tensor in held.items():
                 slot.put(tensor)
             for slot in deleted:
@@ -187,6 +192,7 @@ class Watch:
 
     def after(self, snapshot: Snapshot) -> Snapshot | None:
         """What must be kept of it; None if something changed that had not been seen to change before."""
+        snapshot.hooked = hooked_to(snapshot.modules)
         key = _key(snapshot.modules)
         known = self._known.get(key)
         if known is None and _has_same_parameters(snapshot):

@@ -21,6 +21,8 @@ from fleetx.memory.traced import Traceable
 
 TAIL = Segment("the end", save="everything")
 _MOST_PROVEN = 32
+VERIFIED_EVERY = 256
+"""Forwards after which a segment is verified again; each segment has its turn, so that a step has few or none."""
 
 
 @dataclass(eq=False)
@@ -35,12 +37,19 @@ class Learned:
     changes_later: str = ""  # what of it would have to be as it was, and is not
     moves_generators: bool = False  # whether something in it that is not repeated draws random numbers, or seeds
     proven: set[int] = field(default_factory=set)  # ways to run in which it gave the same when it was repeated
+    verified: int = 0  # the number of the last forward in which it did
+    due: int = 0  # that of the one in which this is verified again
 
-    def note_proven(self, way: int) -> None:
+    def note_proven(self, way: int, forward: int, due: int) -> None:
         """It did. Who has other hooks in each step must not make us remember all of them."""
         if len(self.proven) >= _MOST_PROVEN:
             self.proven.clear()
         self.proven.add(way)
+        self.verified, self.due = forward, due
+
+    def is_verified(self, way: int, forward: int) -> bool:
+        """Whether it needs no verification in this forward, which runs in this way."""
+        return way in self.proven and forward < self.due
 
     def note_changed_later(self, kinds: str) -> None:
         """Arguments of these kinds hold other tensors by the time of the backward: from now on it keeps everything."""
@@ -71,6 +80,7 @@ class Experience:
     offloader: Offloader | None = None
     host_memory: int | None = None
     numbers: Iterator[int] = field(default_factory=itertools.count)  # of the segments of all forwards
+    forwards: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     compilations: SharedCompilations | None = None
     within: Any = field(default_factory=threading.local)  # of each thread: in how many dear modules it is
     missed: set[str] | None = None  # outputs to which the first forward did not come
@@ -101,6 +111,11 @@ class Experience:
     @inside_dear.setter
     def inside_dear(self, count: int) -> None:
         self.within.dear = count
+
+    def note_verified(self, ordinal: int, learned: Learned, way: int, forward: int) -> None:
+        """A segment gave the same when it was repeated. Its second turn is earlier, to spread turns over forwards."""
+        earlier = 0 if learned.verified else ordinal * VERIFIED_EVERY // max(1, ordinal + 1, len(self.segments))
+        learned.note_proven(way, forward, forward + VERIFIED_EVERY - earlier)
 
     def note_unseen(self, frame: Frame) -> None:
         """A tensor was saved by something that is not on the tape."""

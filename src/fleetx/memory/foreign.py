@@ -18,12 +18,12 @@ _CHECKPOINTING = {  # what it is called, and what switches it off
 """The flags of transformers and timm, which they set on modules that then checkpoint what they call."""
 
 
-def refuse_gradient_checkpointing(model: nn.Module, modules: Iterable[nn.Module]) -> None:
+def refuse_gradient_checkpointing(model: nn.Module, modules: Sequence[nn.Module]) -> None:
     """Reject a model that checkpoints itself: its blocks would be computed three times. Called in each forward."""
-    for module in modules:
-        held = vars(module)  # flags of classes are off: to look them up would cost a microsecond for each module
-        for flag in _CHECKPOINTING:
-            if held.get(flag) and module.training:
+    for flag in _CHECKPOINTING:
+        # Flags of classes are off: to look them up would cost a microsecond for each module.
+        for module in [module for module in modules if flag in vars(module)]:
+            if getattr(module, flag) and module.training:
                 raise ValueError(_checkpoints_itself(model, module, flag))
 
 
@@ -57,7 +57,7 @@ def refuse_compiled_containers(experience: Experience) -> None:
 def require_compiled_within_segments(cuts: Cuts) -> None:
     """The same for what torch.compile(module) gives, a module around the module."""
     for name, container in cuts.containers.items():
-        if is_compiled(container, within=False):
+        if any_compiled([container]):
             raise ValueError(_compiled_and_cut(repr(name) if name else "this one (the result of torch.compile)"))
 
 
@@ -71,19 +71,16 @@ def _compiled_and_cut(what: str) -> str:
 
 def compiled_among(modules: Sequence[nn.Module], leaves: Iterable[nn.Module]) -> frozenset[nn.Module]:
     """Those of the leaves that the user compiled, or that hold compiled modules."""
-    if "torch._dynamo" not in sys.modules or not any(is_compiled(one, within=False) for one in modules):
-        return frozenset()
-    return frozenset(leaf for leaf in leaves if is_compiled(leaf))
+    return frozenset(leaf for leaf in leaves if any_compiled(leaf.modules())) if any_compiled(modules) else frozenset()
 
 
-def is_compiled(module: nn.Module, *, within: bool = True) -> bool:
-    """Whether the user compiled a module, or one within it."""
+def any_compiled(modules: Iterable[nn.Module]) -> bool:
+    """Whether the user compiled one of these modules."""
     if "torch._dynamo" not in sys.modules:  # nobody compiled anything, and importing the compiler takes seconds
         return False
     from torch._dynamo.eval_frame import OptimizedModule
 
-    some = module.modules() if within else (module,)
-    return any(one._compiled_call_impl is not None or isinstance(one, OptimizedModule) for one in some)
+    return any(one._compiled_call_impl is not None or isinstance(one, OptimizedModule) for one in modules)
 
 
 def _is_within_compiled_call() -> bool:

@@ -44,6 +44,45 @@ class Modes:
         return self._by_code[way]
 
 
+_KINDS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+Hooked = list[tuple[nn.Module, list[dict[int, Any]] | None]]
+"""Modules with the hooks that each has, by kind; None where it has none."""
+
+
+def hooked_to(modules: list[nn.Module]) -> Hooked:
+    """What is hooked to the modules."""
+    return [(one, _hooks_of(one) if one._forward_hooks or one._forward_pre_hooks else None) for one in modules]
+
+
+def rehook(before: Hooked) -> Hooked:
+    """From now on the modules have these hooks; gives those that were others, with what they had."""
+    changed = [one for one in before if _differs(*one)]
+    present = hooked_to([module for module, _ in changed])
+    for module, hooks in changed:
+        for place, kind in enumerate(_KINDS):
+            held = vars(module)[kind]
+            held.clear()
+            held.update({} if hooks is None else hooks[place])
+    return present
+
+
+def _hooks_of(module: nn.Module) -> list[dict[int, Any]]:
+    return [dict(vars(module)[kind]) for kind in _KINDS]
+
+
+def _differs(module: nn.Module, hooks: list[dict[int, Any]] | None) -> bool:
+    before, after = module._forward_pre_hooks, module._forward_hooks
+    if hooks is None:
+        return bool(before or after)
+    return before.keys() != hooks[0].keys() or after.keys() != hooks[1].keys()
+
+
 def _codes(hooks: Mapping[int, Any]) -> list[Any]:
     return [_code(hook) for hook in hooks.values()]
 

@@ -98,6 +98,8 @@ class Frame:
         self.sends_inputs = False  # whether they leave for the host as soon as they are read
         self.is_checked = False  # whether what its modules give must be the same again
         self.proven: Callable[[], None] = lambda: None  # called when it was
+        self.forward = 0  # its number
+        self.verified = 0  # that of the last one whose segment was the same when it was repeated
         self.notes_random = False  # whether it is noted where generators are before calls that draw
         self.changed_later: Callable[[str], None] = lambda _kinds: None  # called if something hidden was changed
         self.moved_generators: Callable[[], None] = lambda: None  # called if that was needed
@@ -114,6 +116,15 @@ class Frame:
     def is_repeated(self) -> bool:
         """Whether it is computed again in the backward; if it is divided, the compiler sees to that."""
         return self.state.save == "inputs" or (self.state.save == "dear" and not self.is_divided)
+
+    def depends(self) -> str:
+        """What is said of a segment that is not the same when it is repeated."""
+        if not self.verified:
+            return DEPENDS
+        return (
+            f"It was last verified in forward {self.verified} under this plan, and this is forward {self.forward}: "
+            f"gradients in between may be wrong. {DEPENDS}"
+        )
 
     def pack(self, tensor: Tensor) -> Saved:
         """Autograd saves this tensor."""
@@ -238,7 +249,7 @@ class Repetition:
         except Enough:
             pass
         except dear.Different as different:
-            raise RuntimeError(f"the segment that ends at {frame.name!r} {different}. {DEPENDS}") from None
+            raise RuntimeError(f"the segment that ends at {frame.name!r} {different}. {frame.depends()}") from None
         except torch.OutOfMemoryError as error:
             error.add_note(f"FleetX: in the backward, while the segment that ends at {frame.name!r} was repeated.")
             raise
@@ -296,7 +307,7 @@ class Repetition:
                 raise RuntimeError(
                     f"a module in the segment that ends at {self.frame.name!r} gave something else when it was "
                     f"repeated: output {place + 1} of {len(outputs)} has other values, so gradients would be wrong. "
-                    f"{DEPENDS}"
+                    f"{self.frame.depends()}"
                 )
 
     def collect(self, tensor: Tensor) -> Any:
@@ -353,7 +364,8 @@ class Repetition:
         found = None if tensor is None else look_of(tensor)
         return (
             f"the segment that ends at {self.frame.name!r} did something else when it was repeated: saved tensor "
-            f"{self.number + 1} of {len(looks)} was {_described(expected)}, and is {_described(found)}. {DEPENDS}"
+            f"{self.number + 1} of {len(looks)} was {_described(expected)}, and is {_described(found)}. "
+            f"{self.frame.depends()}"
         )
 
 

@@ -16,7 +16,7 @@ def require_unwrapped(model: nn.Module) -> None:
     if plan_on(model) is not None:
         raise ValueError(HAS_A_PLAN)
     _require_no_plan_around(model)
-    refuse_gradient_checkpointing(model, model.modules())
+    refuse_gradient_checkpointing(model, list(model.modules()))
 
 
 def _require_no_plan_around(model: nn.Module) -> None:

@@ -56,6 +56,7 @@ class Run:
         self.ordinal = -1
         self.is_first = not experience.segments
         self._way = experience.modes.number_of(modules)
+        self._forward = next(experience.forwards)
         self.seen: list[Learned] = []
         self.containers: list[tuple[str, dict[str, int]]] = []
         self.ledger = Ledger(experience, modules, held, self.device)
@@ -95,9 +96,9 @@ class Run:
         return frame
 
     def _is_unproven(self) -> bool:
-        """Whether nobody has seen yet that the present segment gives the same when it is repeated."""
+        """Whether it was not seen lately that the present segment gives the same when it is repeated."""
         known = self.experience.segments
-        return self.ordinal >= len(known) or self._way not in known[self.ordinal].proven
+        return self.ordinal >= len(known) or not known[self.ordinal].is_verified(self._way, self._forward)
 
     def cut(self, segment: Segment) -> None:
         """The output that ends a segment is there."""
@@ -142,7 +143,8 @@ class Run:
             learned.fills_late = learned.fills_late or frame.fills_late
             is_sure = frame.is_checked or self._way in learned.proven
             frame.stops_early = is_sure and not learned.fills_late and not frame.is_compiled
-            frame.proven = partial(learned.note_proven, self._way)
+            frame.proven = partial(self.experience.note_verified, self.ordinal, learned, self._way, self._forward)
+            frame.verified, frame.forward = learned.verified, self._forward
             frame.moved_generators = learned.note_moved_generators
             frame.changed_later = learned.note_changed_later
             frame.drop()
