@@ -40,7 +40,7 @@ for epoch in range(loader.epoch, 2):
         number += 1
         if fleet.stop_requested() and loader.epoch == epoch:  # not between the last batch and the flush
             checkpoints.save(number)
-            raise SystemExit(143)  # not 0: the job is not done yet
+            fleet.leave()  # with an exit code that is not 0: the job is not done
     optimizer.flush()
     checkpoints.save(number)
 

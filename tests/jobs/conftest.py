@@ -1,5 +1,7 @@
 import pytest
 
+from tests.jobs import slurm_cluster
+from tests.jobs.engines import Disturbed, fleetrun, weights
 from tests.jobs.running import Running
 
 
@@ -26,3 +28,33 @@ def running(tmp_path):
     for job in jobs:
         job.launcher.kill()
         job.launcher.wait()
+
+
+@pytest.fixture(scope="session")
+def by_fleetrun(tmp_path_factory):
+    """The weights of two workers that nothing has disturbed."""
+    return weights(fleetrun(2, tmp_path_factory.mktemp("fleetrun")))
+
+
+@pytest.fixture
+def disturbed(tmp_path):
+    """Makes a `Disturbed`, and leaves nothing of it behind."""
+    jobs = []
+
+    def make(disturb):
+        jobs.append(Disturbed(tmp_path, disturb))
+        return jobs[0]
+
+    yield make
+    for job in jobs:
+        job.kill()
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory):
+    """Two machines under SLURM, for all tests of a process."""
+    if reason := slurm_cluster.why_not():
+        pytest.skip(reason)
+    cluster = slurm_cluster.SlurmCluster(tmp_path_factory.mktemp("slurm"))
+    yield cluster
+    cluster.close()

@@ -2,20 +2,17 @@
 
 import importlib.util
 import os
-import re
 import shutil
-import subprocess
 import sys
 
 import pytest
 
-from tests.jobs.starting import ROOT
+from tests.jobs import engines
+from tests.jobs.engines import CLUSTERS, MPIRUN, SCRIPT, fleetrun, run, weights
 
 pytestmark = [pytest.mark.middle, pytest.mark.xdist_group("engines")]
 
-CLUSTERS = ROOT / "examples" / "clusters"
-SCRIPT = str(CLUSTERS / "train.py")
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2")
+TORCHRUN = (*engines.TORCHRUN, "--nproc_per_node", "2")
 ACCELERATE = "--multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no"
 PORT = str(10000 + os.getpid() % 10000)  # of no other run of these tests; jobs of SLURM and mpirun take others
 
@@ -23,8 +20,7 @@ PORT = str(10000 + os.getpid() % 10000)  # of no other run of these tests; jobs 
 ENGINES = {
     "torchrun": (None, [*TORCHRUN, "--master_addr", "127.0.0.1", "--master_port", PORT, SCRIPT], False),
     "torchrun c10d": (None, [*TORCHRUN, "--standalone", SCRIPT], False),
-    "mpirun": ("mpirun", ["mpirun", "--oversubscribe", "-n", "2", sys.executable, SCRIPT], False),
-    "srun": ("srun", ["srun", "--overcommit", "-n", "2", sys.executable, SCRIPT], False),
+    "mpirun": ("mpirun", [*MPIRUN, SCRIPT], False),
     "Accelerate": (
         "accelerate",
         [sys.executable, "-m", "accelerate.commands.launch", *ACCELERATE.split(), "--main_process_port", "0"]
@@ -35,36 +31,6 @@ ENGINES = {
     "Ray Train": ("ray", [sys.executable, str(CLUSTERS / "ray" / "train.py"), "2"], True),
 }
 MORE = ("torchrun c10d", "Fabric", "Ray Train")  # each is much like another one
-
-
-def run(command, folder):
-    """The job's output; no trainer writes into the user's home."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    own = {"HOME": str(folder), "HF_HOME": str(folder), "RAY_USAGE_STATS_ENABLED": "0", "OMPI_ALLOW_RUN_AS_ROOT": "1"}
-    own |= {"OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **own},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return done.stdout + done.stderr
-
-
-def weights(output):
-    (found,) = set(re.findall(r"(\d) workers, weights ([0-9a-f]{16})$", output, re.MULTILINE))
-    return found
-
-
-def fleetrun(workers, folder):
-    return run([sys.executable, "-m", "fleetx.launch", "--nproc_per_node", str(workers), SCRIPT], folder)
-
-
-@pytest.fixture(scope="module")
-def by_fleetrun(tmp_path_factory):
-    return weights(fleetrun(2, tmp_path_factory.mktemp("fleetrun")))
 
 
 def test_alone_a_script_gives_the_weights_of_one_worker(tmp_path):
@@ -86,6 +52,13 @@ def test_each_engine_gives_the_weights_of_fleetrun(engine, by_fleetrun, tmp_path
     assert by_fleetrun[0] == "2"
     assert weights(output) == by_fleetrun
     assert output.count("fleet.init() uses the process group that is already up: 2 workers") == has_started
+
+
+def test_two_machines_under_slurm_give_the_weights_of_fleetrun(slurm, by_fleetrun, tmp_path):
+    assert (
+        weights(run(slurm.inside("srun", "-N2", "-n2", sys.executable, SCRIPT, folder=tmp_path), tmp_path))
+        == by_fleetrun
+    )
 
 
 def test_tasks_with_the_variables_of_srun_meet(by_fleetrun, tmp_path):

@@ -17,14 +17,14 @@ UNSHARE = ["unshare", "-r", "-n", "-m", "-p", "-f", "--mount-proc", "--kill-chil
 SECRET = "a secret of this test, long enough"
 
 
-def why_not():
+def why_not(unshare=UNSHARE):
     """Why namespaces cannot be used here; None if they can."""
     if not shutil.which("unshare") or not shutil.which("ip"):
         return "the programs unshare and ip are not installed"
     probe = (
         "mount -t tmpfs none /run && mkdir /run/netns && ip netns add probe && ip link add one type veth peer name two"
     )
-    done = subprocess.run([*UNSHARE, "sh", "-c", probe], capture_output=True, text=True, timeout=GUARD)
+    done = subprocess.run([*unshare, "sh", "-c", probe], capture_output=True, text=True, timeout=GUARD)
     return f"namespaces are not permitted: {done.stderr.strip()}" if done.returncode else None
 
 
@@ -54,19 +54,19 @@ class Hosts:
 
     def __init__(self, count):
         self.count = count
-        _run("mount -t tmpfs none /run")
-        _run("mkdir -p /run/netns")
-        _run("ip link set lo up")
-        _run("ip link add switch type bridge")
-        _run("ip link set switch up")
+        run("mount -t tmpfs none /run")
+        run("mkdir -p /run/netns")
+        run("ip link set lo up")
+        run("ip link add switch type bridge")
+        run("ip link set switch up")
         for number in range(count):
-            _run(f"ip netns add host{number}")
-            _run(f"ip link add cable{number} type veth peer name eth0 netns host{number}")
-            _run(f"ip link set cable{number} master switch up")
+            run(f"ip netns add host{number}")
+            run(f"ip link add cable{number} type veth peer name eth0 netns host{number}")
+            run(f"ip link set cable{number} master switch up")
             inside = f"ip netns exec host{number} ip"
-            _run(f"{inside} addr add {address(number)}/24 dev eth0")
-            _run(f"{inside} link set eth0 up")
-            _run(f"{inside} link set lo up")
+            run(f"{inside} addr add {address(number)}/24 dev eth0")
+            run(f"{inside} link set eth0 up")
+            run(f"{inside} link set lo up")
         self.jobs = []
 
     def start(self, number, folder, *arguments, secret=SECRET, **environment):
@@ -84,14 +84,14 @@ class Hosts:
     def limit(self, megabits):
         """So many Mbit/s leave each host, at most."""
         for number in range(self.count):
-            _run(f"ip netns exec host{number} {_limit('eth0', megabits)}")
+            run(f"ip netns exec host{number} {_limit('eth0', megabits)}")
 
     def cut(self, number):
         """Pull the cable: nothing is said to anybody, packets are just lost."""
-        _run(f"ip link set cable{number} down")
+        run(f"ip link set cable{number} down")
 
     def mend(self, number):
-        _run(f"ip link set cable{number} up")
+        run(f"ip link set cable{number} up")
 
 
 def _limit(device, megabits):
@@ -103,6 +103,7 @@ def address(number):
     return f"10.77.0.{number + 1}"
 
 
-def _run(command):
+def run(command):
+    """A command that must not fail."""
     done = subprocess.run(command.split(), capture_output=True, text=True)
     assert done.returncode == 0, f"{command}: {done.stderr}"
