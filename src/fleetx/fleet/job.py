@@ -3,15 +3,16 @@
 import atexit
 import gc
 import os
+import signal
 import weakref
 from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 
-from fleetx.comm import beats, stopping, world
-from fleetx.comm.beats import Wait
+from fleetx.comm import beats, rendezvous, stopping, world
 from fleetx.comm.launched import torch_variables
+from fleetx.launch.parting import die_with_parent
 from fleetx.notices import tell_once
 from fleetx.own_gpu import own_gpu
 
@@ -28,10 +29,12 @@ def init(is_collective: bool = True, *, backend: str | None = None) -> None:
     """
     if not is_collective:
         raise ValueError("is_collective=False means parameter servers, which FleetX does not have. Leave it out.")
+    if _has_started():
+        return
+    _stop_without_launcher(os.environ)
     if world.is_joined():
-        if not _has_started():
-            _adopt(backend)
-            _begin_job(is_ours=False)
+        _adopt(backend)
+        _begin_job(is_ours=False)
         return
     os.environ.update(torch_variables())
     if not _is_launched(os.environ):
@@ -40,12 +43,22 @@ def init(is_collective: bool = True, *, backend: str | None = None) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(own_gpu(os.environ, torch.cuda.device_count()))
     beats.expect(True)  # one that does not come keeps all others waiting here
-    with beats.waiting(Wait.TO_JOIN):
-        dist.init_process_group(backend)
+    rendezvous.join(backend)
     beats.expect(False)
     _begin_job(is_ours=True)
     atexit.unregister(shutdown)
     atexit.register(shutdown)
+
+
+def _stop_without_launcher(environment: Mapping[str, str]) -> None:
+    """Be asked to stop, by SIGTERM, when torchrun or mpirun is killed: both leave their workers behind.
+
+    Their workers' parent is the launcher, or a program that stands for one worker. Elsewhere it may be a shell that
+    ends long before the training.
+    """
+    supervised = "TORCHELASTIC_RUN_ID" in environment or "OMPI_COMM_WORLD_RANK" in environment
+    if supervised and not beats.has_launcher():  # fleetrun has seen to it already
+        die_with_parent(os.getppid(), signal.SIGTERM)
 
 
 def _begin_job(is_ours: bool) -> None:
