@@ -1,10 +1,14 @@
 """What other launchers leave undone, and fleet.init() does: restarts without traces of attempts before, no orphans."""
 
+import shutil
+import signal
 import socket
 
 import pytest
 
-from tests.jobs.engines import DISTURBED, TORCHRUN, weights
+from tests.jobs.engines import DISTURBED, MPIRUN, TORCHRUN, weights
+from tests.jobs.running import is_alive
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.full, pytest.mark.xdist_group("torchrun")]
 
@@ -34,3 +38,22 @@ def test_workers_that_torchrun_restarts_find_each_other_and_resume(disturbed, by
     assert set(job.end()) == {0}, job.log
     assert weights(job.log) == by_fleetrun
     assert "resumed after 12 batches" in job.log
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
+def test_workers_of_a_launcher_that_is_killed_save_and_end(disturbed, by_fleetrun, launcher):
+    if launcher == "mpirun" and not shutil.which(launcher):
+        pytest.skip("mpirun is not installed (scripts/install_engines.sh)")
+    command = [*MPIRUN, DISTURBED] if launcher == "mpirun" else agents("standalone")[0]
+    job = disturbed("hold 6")
+    job.start(command)
+    workers = job.wait_until_held()
+    assert len(workers) == 2
+    job.launchers[0].kill()
+    assert job.end() == [-signal.SIGKILL]
+    wait_for(lambda: not any(map(is_alive, workers)), lambda: f"end of workers without a launcher: {job.log}")
+    assert job.saved == ["save-000001-step-8"]
+    job.start(command)
+    assert job.end() == [0], job.log
+    assert weights(job.log) == by_fleetrun
+    assert "resumed after 8 batches" in job.log
