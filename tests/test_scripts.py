@@ -89,3 +89,11 @@ def test_the_stand_in_loads_and_answers_with_an_error(tmp_path):
     stand_in(tmp_path)
     library = ctypes.CDLL(str(ours / "libtorch_cuda.so"))
     assert (library.blas(), library.nccl(), library.devices()) == (1, 1, 100)
+
+
+def test_the_scripts_for_a_shell_are_well_formed():
+    folders, kinds = ("scripts", "examples"), ("*.sh", "*.sbatch")
+    scripts = [path for folder in folders for kind in kinds for path in (ROOT / folder).rglob(kind)]
+    assert {"install_engines.sh", "train.sbatch"} <= {path.name for path in scripts}
+    for path in scripts:
+        subprocess.run(["sh", "-n", path], check=True)
