@@ -51,13 +51,13 @@ class Disturbed:
         self.variables = {"DISTURB": disturb, "NOTES": str(self.notes)}
         self.launchers = []
 
-    def start(self, *commands):
-        """One launcher for each command, beside each other."""
+    def start(self, *commands, variables=()):
+        """One launcher for each command, beside each other; `variables` are what each finds besides."""
         env = environment(self.folder) | self.variables
         with self.output.open("a") as output:
             self.launchers = [
-                subprocess.Popen(command, cwd=self.folder, env=env, stdout=output, stderr=output)
-                for command in commands
+                subprocess.Popen(command, cwd=self.folder, env=env | own, stdout=output, stderr=output)
+                for command, own in zip(commands, variables or [{}] * len(commands), strict=True)
             ]
 
     def wait_until_held(self):
