@@ -1,8 +1,13 @@
+import contextlib
+import tempfile
+from pathlib import Path
+
 import pytest
 
 from tests.jobs import slurm_cluster
 from tests.jobs.engines import Disturbed, fleetrun, weights
 from tests.jobs.running import Running
+from tests.waiting import wait_for
 
 
 @pytest.fixture
@@ -58,3 +63,26 @@ def slurm(tmp_path_factory):
     cluster = slurm_cluster.SlurmCluster(tmp_path_factory.mktemp("slurm"))
     yield cluster
     cluster.close()
+
+
+@pytest.fixture(scope="module")
+def ray_apart():
+    """Ray for the tests of a module: on 127.0.0.1 alone, in a folder with a short path, and nothing of it stays."""
+    with tempfile.TemporaryDirectory(prefix="ray-") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", folder)
+        patch.setenv("RAY_ADDRESS", "local")  # else scripts join any cluster that they find
+        patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # on these systems Ray listens on 127.0.0.1
+        patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
+        patch.setenv("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "0.5")
+        yield
+        wait_for(lambda: not processes_with(folder), lambda: f"end of Ray's processes {processes_with(folder)}")
+
+
+def processes_with(text):
+    """Processes that have the text among their variables."""
+    found = []
+    for variables in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if text.encode() in variables.read_bytes():
+                found.append(int(variables.parent.name))
+    return found

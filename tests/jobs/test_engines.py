@@ -28,7 +28,7 @@ ENGINES = {
         True,
     ),
     "Fabric": ("lightning", [*TORCHRUN, "--standalone", str(CLUSTERS / "lightning" / "train.py")], True),
-    "Ray Train": ("ray", [sys.executable, str(CLUSTERS / "ray" / "train.py"), "2"], True),
+    "Ray Train": ("ray", [sys.executable, str(CLUSTERS / "ray" / "train.py"), "2", "runs"], True),
 }
 MORE = ("torchrun c10d", "Fabric", "Ray Train")  # each is much like another one
 
@@ -44,10 +44,12 @@ def test_alone_a_script_gives_the_weights_of_one_worker(tmp_path):
     "engine",
     [pytest.param(engine, marks=pytest.mark.full) if engine in MORE else engine for engine in ENGINES],
 )
-def test_each_engine_gives_the_weights_of_fleetrun(engine, by_fleetrun, tmp_path):
+def test_each_engine_gives_the_weights_of_fleetrun(engine, by_fleetrun, tmp_path, request):
     needs, command, has_started = ENGINES[engine]
     if needs and not (shutil.which(needs) or importlib.util.find_spec(needs)):
         pytest.skip(f"{needs} is not installed")
+    if needs == "ray":
+        request.getfixturevalue("ray_apart")
     output = run(command, tmp_path)
     assert by_fleetrun[0] == "2"
     assert weights(output) == by_fleetrun
