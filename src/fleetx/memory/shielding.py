@@ -23,10 +23,10 @@ def shielded_from_tracing(function: Callable[[Any], Any]) -> Callable[[Any], Any
     """
     if "torch._dynamo" not in sys.modules:
         return function
-    disabled, is_traced = _disabled(function), torch.compiler.is_dynamo_compiling
+    disabled = _disabled(function)
 
     def call(value: Any) -> Any:
-        return disabled(value) if is_traced() else function(value)
+        return disabled(value) if torch.compiler.is_dynamo_compiling() else function(value)
 
     return call
 

@@ -47,7 +47,8 @@ class Traceable:
         made = cls()
         if reason := _why_refused(cuts):
             made._refuse(reason)
-        made._walk("", cuts.containers[""], cuts, [])
+        if cuts.containers:  # else everything is kept
+            made._walk("", cuts.containers[""], cuts, [])
         return made
 
     def install(self) -> None:
