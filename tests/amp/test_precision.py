@@ -146,6 +146,18 @@ def test_a_pure_mode_keeps_a_weight_wide_that_a_listed_module_shares(black):
     assert model.body.weight is model.head.weight
 
 
+@pytest.mark.parametrize("configs", [{"use_pure_bf16": True}, {"dtype": "bfloat16", "custom_white_list": ["0.0"]}])
+def test_a_shared_module_is_not_meant_to_run_in_two_precisions(configs):
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(nn.Sequential(shared, nn.Tanh()), nn.Sequential(nn.Tanh(), shared))
+    with pytest.raises(
+        ValueError, match=r"'0\.0' and '1\.1' are one module.*in another\. Name the modules around it alike"
+    ):
+        apply_precision(model, AmpConfigs(**configs, custom_black_list=["1"]))
+    apply_precision(model, AmpConfigs(**configs, custom_black_list=["0", "1"]))
+    model(torch.randn(2, 4)).sum().backward()
+
+
 @pytest.mark.parametrize(
     "configs",
     [

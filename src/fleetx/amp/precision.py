@@ -175,6 +175,8 @@ def _around(
 
     def visit(module: nn.Module, dtype: torch.dtype | None) -> None:
         if id(module) in found:
+            if found[id(module)] != dtype and (outside is not None or id(module) in listed):
+                _refuse_two_precisions(model, module, found[id(module)], dtype)
             return
         found[id(module)] = dtype
         for child in module.children():
@@ -182,6 +184,15 @@ def _around(
 
     visit(model, outside)
     return found
+
+
+def _refuse_two_precisions(model: nn.Module, module: nn.Module, *dtypes: torch.dtype | None) -> None:
+    names = " and ".join(repr(name) for name, one in model.named_modules(remove_duplicate=False) if one is module)
+    first, second = (str(dtype) if dtype else "autocast's choice" for dtype in dtypes)
+    raise ValueError(
+        f"a shared module must run in one precision, and {names} are one module, around which custom_white_list and "
+        f"custom_black_list ask for {first} in one place and {second} in another. Name the modules around it alike."
+    )
 
 
 def _require_one_list(model: nn.Module, raised: list[nn.Module], lowered: list[nn.Module]) -> None:
