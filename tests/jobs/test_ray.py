@@ -15,7 +15,7 @@ from tests.jobs.starting import ROOT
 pytestmark = [
     pytest.mark.full,
     pytest.mark.xdist_group("engines"),
-    pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="ray[train] is not installed"),
+    pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="ray is not installed (requirements/engines.txt)"),
 ]
 
 

@@ -8,8 +8,8 @@ import runpy
 import sys
 from pathlib import Path
 
+import ray
 import ray.train
-import torch
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -34,9 +34,10 @@ def train(config: dict[str, str]) -> None:
 
 if __name__ == "__main__":
     workers, folder = int(sys.argv[1]), Path(sys.argv[2]).resolve()
+    ray.init()  # joins the cluster of this machine, or that of RAY_ADDRESS; else it starts one here
     TorchTrainer(
         train,
         train_loop_config={"checkpoints": str(folder / "digits" / "checkpoints")},
-        scaling_config=ScalingConfig(num_workers=workers, use_gpu=torch.cuda.is_available()),
+        scaling_config=ScalingConfig(num_workers=workers, use_gpu="GPU" in ray.cluster_resources()),
         run_config=RunConfig(name="digits", storage_path=str(folder), failure_config=FailureConfig(max_failures=3)),
     ).fit()
