@@ -253,10 +253,20 @@ class Window:
             "grads": [_copy(p.grad) if copy else p.grad for p in self._parameters()] if held else None,
             "rank": world.rank(),
             "workers": world.size(),
-        }
+        } | ({"trained": [p.requires_grad for p in self._parameters()]} if held else {})
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Gradients of a window in progress are a worker's own, so they must come from the same worker."""
+        """Gradients of a window in progress are a worker's own, so they must come from the same worker.
+
+        And they are those of the parameters that are trained: to freeze some would be to do so in mid-window.
+        """
+        for parameter, trained in zip(self._parameters(), state.get("trained", ()), strict=False):
+            if parameter.requires_grad != trained:
+                there, here = ("trained", "frozen") if trained else ("frozen", "trained")
+                raise ValueError(
+                    f"the window in progress was saved with {label(parameter)} {there}, and it is {here} now: freeze "
+                    "and free parameters between windows. Load it as it was saved, or save after flush()."
+                )
         if state["held"] and (state["rank"], state["workers"]) != (world.rank(), world.size()):
             raise ValueError(
                 f"a window in progress belongs to the worker that saved it: worker {state['rank']} of "

@@ -713,6 +713,19 @@ def test_a_window_in_progress_needs_its_k_steps():
         other.load_state_dict(optimizer.state_dict())
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_window_in_progress_needs_the_parameters_that_it_trained(frozen):
+    net, optimizer = prepare(plain.make_net(), k_steps=2)
+    net.head.requires_grad_(frozen)
+    optimizer.minimize(plain.mean_loss(net, data(1)[0]))
+    state = optimizer.state_dict()
+    net, optimizer = prepare(plain.make_net(), k_steps=2)
+    net.head.requires_grad_(not frozen)
+    here = "trained, and it is frozen now" if frozen else "frozen, and it is trained now"
+    with pytest.raises(ValueError, match=rf"saved with head\.weight {here}.*flush\(\)"):
+        optimizer.load_state_dict(state)
+
+
 def test_a_schedule_stepped_twice_is_noticed():
     net, optimizer = prepare(plain.make_net(), k_steps=1, scheduler=lambda sgd: torch.optim.lr_scheduler.StepLR(sgd, 1))
     optimizer.minimize(plain.mean_loss(net, data(1)[0]))
