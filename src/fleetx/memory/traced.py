@@ -112,7 +112,6 @@ class Traceable:
         self.refused = self.refused or f"{reason}. {REMEDY}".rstrip(".")
 
 
-@torch.compiler.assume_constant_result
 def warn_of_kept(names: str) -> None:
     """Warn, when a compiler traces a plan, of modules whose activations it cannot recompute."""
     warnings.warn(
@@ -120,6 +119,10 @@ def warn_of_kept(names: str) -> None:
         f"sees segments that are one module, or a run of a Sequential's. {REMEDY}",
         stacklevel=2,
     )
+
+
+# All that torch.compiler.assume_constant_result does, which imports the compiler: that takes seconds.
+warn_of_kept._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _why_refused(cuts: Cuts) -> str:
