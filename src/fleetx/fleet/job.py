@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from fleetx.comm import beats, rendezvous, stopping, world
 from fleetx.comm.launched import torch_variables
-from fleetx.launch.parting import die_with_parent
 from fleetx.notices import tell_once
 from fleetx.own_gpu import own_gpu
 
@@ -58,6 +57,8 @@ def _stop_without_launcher(environment: Mapping[str, str]) -> None:
     """
     supervised = "TORCHELASTIC_RUN_ID" in environment or "OMPI_COMM_WORLD_RANK" in environment
     if supervised and not beats.has_launcher():  # fleetrun has seen to it already
+        from fleetx.launch.parting import die_with_parent  # the launcher's part is imported where it is needed alone
+
         die_with_parent(os.getppid(), signal.SIGTERM)
 
 
